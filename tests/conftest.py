@@ -113,7 +113,7 @@ def left_behind() -> list[str]:
     found += [f"thread {thread.name}" for thread in own_threads()]
     if RECORDER.on:
         found.append("the recorder is on")
-    if RECORDER.current_id():
+    if RECORDER.current_span_id():
         found.append("a span is current")
     process = sys.modules.get("instrument.sessions.process")
     if process is not None and process._session is not None:
@@ -218,7 +218,7 @@ def make_recorder() -> Iterator[Any]:
     def make(ring_bytes: int = 1 << 22) -> Any:
         own = Recorder(ring_bytes)
         own.begin_recording(ring_bytes, {})  # as a session does: into memory that others can read
-        undos.append(tasks_and_threads.watch_contexts(own))
+        undos.append(tasks_and_threads.report_context_copies(own))
         own.on = True
         return own
 
@@ -255,4 +255,4 @@ def select(recorder: Recorder) -> Iterator[Callable[[str], Selection]]:
 
     yield attach
     for selection in made:
-        selection.undo()
+        selection.detach_all()

@@ -80,7 +80,7 @@ def shown(recorder: Recorder) -> list[str]:
     ],
 )
 def test_direction_of_a_copy(source: str, target: str, way: str | None) -> None:
-    assert array_copies.device_direction(torch.device(source), torch.device(target)) == way
+    assert array_copies.find_copy_direction(torch.device(source), torch.device(target)) == way
 
 
 def test_every_way_of_moving_a_tensor_is_a_copy_with_its_bytes(recorder: Recorder, attached: Any) -> None:

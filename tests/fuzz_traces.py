@@ -279,7 +279,7 @@ def fuzz_traces(folder: Path, count: int, seed: int) -> Counter[str]:
                 continue
             found["loaded"] += 1
             if number % VIEWS_EACH == 0:
-                recording = Recording.of_saved(saved)
+                recording = Recording.from_file(saved)
                 format_summary(
                     VIEWS, recording, Options(sorted_by=chance.choice(SORT_KEYS), rows=chance.choice([None, 1]))
                 )
@@ -313,7 +313,7 @@ def fuzz_profiles(folder: Path, count: int, seed: int) -> Counter[str]:
         try:
             windows = Windows(keys.load(path).schedule, 0)
             for at_ns in range(1, 50):
-                windows.step(at_ns)
+                windows.advance_step(at_ns)
             found["loaded"] += 1
         except ProfileError:
             found["refused"] += 1

@@ -12,7 +12,7 @@ from tallies import Tally, made
 
 from instrument.recording.spans import Origin
 from instrument.report.section import View
-from instrument.report.table import LINE, column_width
+from instrument.report.table import LINE, measure_width
 from instrument.report.view import Recording
 from instrument.trace.trace import Trace
 
@@ -31,7 +31,7 @@ def of_tally(tally: Tally, window_ns: int | None = None) -> Recording:
 
 def is_golden(name: str, text: str) -> bool:
     """Return True if the text is that of `golden/views/{name}.txt`, and no line of it is too wide."""
-    assert [line for line in text.splitlines() if column_width(line) > LINE] == []
+    assert [line for line in text.splitlines() if measure_width(line) > LINE] == []
     path = FOLDER / f"{name}.txt"
     if os.environ.get("GOLDEN_VIEWS") == "write":
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from instrument.recording.export_checkpoint import Progress
 from instrument.recording.mapped import Mapped
 from instrument.recording.spans import Span
 from instrument.trace.sent_rows import Settled, Settling
-from instrument.trace.trace import spans_of
+from instrument.trace.trace import make_spans
 
 
 def sent_spans(settled: Settled) -> list[Span]:
@@ -24,7 +24,7 @@ def sent_spans(settled: Settled) -> list[Span]:
     if trace is None:
         return []
     remote = {int(trace.root_id[row]): one for row, one in trace.remote.items()}
-    spans = spans_of(trace)
+    spans = make_spans(trace)
     for row, span in enumerate(spans):
         span.remote, span.links = remote.get(span.root_id), tuple(settled.links.get(row, ()))
     return spans

@@ -8,7 +8,7 @@ from typing import Any
 from instrument.device.gauges import Gauges
 from instrument.profile.model import Device
 from instrument.recording import memory_layout as layout
-from instrument.recording.mapped import _type_reading
+from instrument.recording.mapped import _convert_reading
 from instrument.recording.memory import SlotRoom
 from instrument.recording.spans import Gpu, Sample
 
@@ -40,7 +40,7 @@ class KeptGauges(Gauges):
         """Return the readings from `first_ns` to before `last_ns`, ordered by time, device and name."""
         used = min(self.room.count_used_slots(), self.room.slots)
         readings = [
-            Sample(name, device, at_ns, _type_reading(name, value, is_reported))
+            Sample(name, device, at_ns, _convert_reading(name, value, is_reported))
             for at_ns, device, is_reported, value, text in _SAMPLE.iter_unpack(self.room.part[: used * _SAMPLE.size])
             if first_ns <= at_ns < last_ns and (name := text.rstrip(b"\0").decode())
         ]

@@ -50,7 +50,7 @@ def arrivals(seed: int, kind: str, seconds: float = SECONDS) -> list[Request]:
 
 
 def recorded(seed: int, requests: Sequence[Request]) -> Recording:
-    return Recording.of_trace(Service(seed, arrivals=requests).run())
+    return Recording.from_trace(Service(seed, arrivals=requests).run())
 
 
 def bill_of(recording: Recording) -> NeighbourBill:

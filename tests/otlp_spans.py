@@ -21,7 +21,7 @@ from instrument.trace.indices import NONE
 from instrument.trace.joined import Joined
 from instrument.trace.merge import Merged
 from instrument.trace.request_trees import find_outer_spans, rows_by_process
-from instrument.trace.trace import Trace, append_spans, columns_of_spans, spans_of
+from instrument.trace.trace import Trace, append_spans, columns_of_spans, make_spans
 
 SECOND = 10**9
 ORIGIN = Origin(pid=1, service="chat", monotonic_ns=1_000, realtime_ns=1_700_000_000 * SECOND + 123_456_789, host="box")
@@ -163,7 +163,7 @@ def spans_by_process(
     linked, began = linked_requests(trace, joined), find_outer_spans(trace, joined)
     remotes = {int(trace.root_id[row]): one for row, one in trace.remote.items()}
     for facts, own, rows, _ in rows_by_process(merged, append_spans(trace, more)):
-        found = spans_of(append_spans(trace, more), rows)
+        found = make_spans(append_spans(trace, more), rows)
         for span, row in zip(found, rows.tolist(), strict=True):
             span.thread_id = span.thread_id if own is None else own.threads.get(span.thread_id, span.thread_id)
             span.links = linked.get(row, ())

@@ -21,7 +21,7 @@ US, MS = 1_000, 1_000_000
 
 
 def page_of(trace: Trace, options: Options | None = None, request: str | None = None) -> str:
-    return render_page(page_document(Recording.of_trace(trace), options or Options(), request))
+    return render_page(page_document(Recording.from_trace(trace), options or Options(), request))
 
 
 class Elements(HTMLParser):

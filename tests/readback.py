@@ -20,7 +20,7 @@ from instrument.recording.spans import DeviceInterval, Span
 from instrument.runtime.faults import FAULTS
 from instrument.trace.columns import Columns, DeviceIntervals, device_intervals
 from instrument.trace.of_recording import RowSnapshot
-from instrument.trace.trace import spans_of
+from instrument.trace.trace import make_spans
 
 TYPES = {"totals": _TOTALS, "chunks": _CHUNK, "highs": _HIGH}
 
@@ -63,13 +63,13 @@ def intervals_in(ring: IntervalRing, span_ids: Iterable[int]) -> dict[int, tuple
 
 def spans_in(recorder: Any = RECORDER) -> list[Span]:
     """All spans that the rings have, and the open ones as far as they have come."""
-    return spans_of(columns_in(recorder))
+    return make_spans(columns_in(recorder))
 
 
 def rows_by_thread(recorder: Any = RECORDER) -> list[tuple[int, list[Row]]]:
     """The rows of each ring with the id of its thread, in the order of their ends."""
     mapped = recorder.make_reader()
-    rings = mapped.rows()
+    rings = mapped.read_rows()
     details = parse_details(mapped.copy_details()[0])
 
     def with_details(data: bytes) -> Iterator[Row]:

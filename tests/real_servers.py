@@ -33,7 +33,7 @@ from instrument.runtime import agent_socket
 from instrument.trace import file
 from instrument.trace.columns import Columns
 from instrument.trace.joined import Joined, join_requests
-from instrument.trace.ledger import list_moments
+from instrument.trace.ledger import list_turns
 
 PRESETS = Path(__file__).parent.parent / "instrument" / "profile" / "presets"
 VARIABLE = "TEST_SERVERS"
@@ -95,7 +95,7 @@ class Served:
         lives = {}
         for place, its in self.joined.keys.items():
             times = Counter[str]()
-            for moment in list_moments(self.trace, self.joined, place):
+            for moment in list_turns(self.trace, self.joined, place):
                 times[moment.part] += moment.end_ns - moment.start_ns
             lives |= dict.fromkeys(its, times)
         return lives

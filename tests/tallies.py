@@ -81,7 +81,7 @@ class Tally:
             lines["node"][number], lines["thread_id"][number] = number, thread_id
             buckets += ((number, bucket, times) for bucket, times in totals.histogram.items())
         table = np.array(buckets, np.int64).reshape(-1, 3)
-        return product.Tally.of_paths([path for path, _ in self._totals], lines, make_buckets(*table.T), self.threads)
+        return product.Tally.from_paths([path for path, _ in self._totals], lines, make_buckets(*table.T), self.threads)
 
 
 def made(tally: Tally | product.Tally) -> product.Tally:
@@ -92,7 +92,7 @@ def made(tally: Tally | product.Tally) -> product.Tally:
 def rows_of(tally: Tally | product.Tally) -> list[tuple[CallPath, int, Totals]]:
     """The path, the thread and the totals of every line, without the number of its node."""
     found, its = [], made(tally)
-    for row in its.rows():
+    for row in its.iterate_totals():
         known = {one.name: getattr(row.totals, one.name) for one in fields(Totals) if one.name != "histogram"}
         totals = Totals(**known, histogram=its.histogram([row.totals.node], row.thread_id))
         found.append((row.path, row.thread_id, totals))

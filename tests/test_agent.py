@@ -74,14 +74,14 @@ serve_exports = exporter_process._serve
 def serve_patiently(connection):
     from instrument.agent.exporter_child import ExporterChild
 
-    def begin_patiently(*arguments, begin=ExporterChild._begin):
+    def begin_patiently(*arguments, begin=ExporterChild._begin_export):
         from instrument.otlp import exporter, recording_export
 
         recording_export.LAST_METRICS_S = 60
         exporter.PATIENCE_NS = 60 * 10**9
         return begin(*arguments)
 
-    ExporterChild._begin = begin_patiently
+    ExporterChild._begin_export = begin_patiently
     serve_exports(connection)
 
 exporter_process._serve = serve_patiently
@@ -121,7 +121,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     runs = Path("/tmp") / f"instrument-test-{os.getpid()}"  # short: a socket's path has an end
     runs.mkdir(mode=0o700, exist_ok=True)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runs))
-    monkeypatch.setattr(agent_socket, "run_parents", lambda: [runs / f"instrument-{os.geteuid()}"])
+    monkeypatch.setattr(agent_socket, "list_parent_folders", lambda: [runs / f"instrument-{os.geteuid()}"])
     monkeypatch.setenv("PYTHONPATH", ".")
     agent_program = tmp_path / "patient_agent.py"
     agent_program.write_text(PATIENT_AGENT)
@@ -584,7 +584,7 @@ sys.stdin.readline()
     path = line.rpartition("; saved as ")[2].strip()
     saved = file.load(path)
     assert [span.site.name for span in saved.trace.spans] == ["step"]
-    assert saved.tally_or_count().calls == 1
+    assert saved.read_or_count_totals().calls == 1
     assert saved.trace.died.replace(f" ({how})", "") == f"Process {gone} ended without a goodbye; no span was open."
     assert oct(Path(path).stat().st_mode & 0o777) == "0o600"
     assert gone != service.pid
@@ -1006,7 +1006,7 @@ def test_nobody_who_records_is_said_with_what_keeps_us_away(monkeypatch: pytest.
         process = subprocess.Popen(["sh", "-c", "echo; read line"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()
-        assert end_reports.none_joined_text(process.pid, 10).startswith(
+        assert end_reports.describe_empty_run(process.pid, 10).startswith(
             f"instrument: 10 s after its start no process of this run records anything: {obstacle}. Give "
         )
         process.communicate(b"\n")
@@ -1022,7 +1022,7 @@ def test_folders_of_runs_that_nobody_looks_after_are_removed() -> None:
 
 
 def test_a_home_that_others_may_enter_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    (first,) = agent_socket.run_parents()
+    (first,) = agent_socket.list_parent_folders()
     first.mkdir()
     first.chmod(0o755)
     with pytest.raises(PermissionError, match="belong to this user"):
@@ -1159,7 +1159,10 @@ def test_dump_saves_what_a_process_has_in_memory_while_it_goes_on(service: subpr
         assert sum(span.site.name == "step" for span in spans) == ended
         assert {span.site.name for span in spans if span.clipped} == {"GET /slow", "hang"}
     command("dump", "--last", "1ns", "--output", "last.npz")
-    assert {row.path[-1].name for row in file.load("last.npz").tally_or_count().rows()} == {"GET /slow", "hang"}
+    assert {row.path[-1].name for row in file.load("last.npz").read_or_count_totals().iterate_totals()} == {
+        "GET /slow",
+        "hang",
+    }
 
 
 @pytest.mark.slow
@@ -1377,13 +1380,13 @@ def test_gunicorn_s_workers_come_and_go_within_one_run(more: tuple[str, ...]) ->
 
 def test_a_process_killed_for_want_of_memory_is_reported_as_such(tmp_path: Path) -> None:
     from instrument.agent import end_reports
-    from instrument.agent.causes_of_end import oom_kills
+    from instrument.agent.causes_of_end import read_oom_kills
     from instrument.agent.processes import Process, Run
 
     events = tmp_path / "memory.events"
     events.write_text("low 0\noom 1\noom_kill 2\n")
     process = Process(run=Run("r"), pid=1, started=1, facts={}, joined_ns=0, memory_events=events)
-    process.oom_kills = oom_kills(events)
+    process.oom_kills = read_oom_kills(events)
     process.status = signal.SIGKILL
     assert end_reports.format_vanished_message(process, {"path": "x"}).endswith(
         "1 ended without a goodbye (SIGKILL); saved as x"
@@ -1394,7 +1397,7 @@ def test_a_process_killed_for_want_of_memory_is_reported_as_such(tmp_path: Path)
     )
     process.status = signal.SIGSEGV
     assert "(SIGSEGV)" in end_reports.format_vanished_message(process, {"path": "x"})
-    assert oom_kills(None) == oom_kills(tmp_path / "none") == 0
+    assert read_oom_kills(None) == read_oom_kills(tmp_path / "none") == 0
 
 
 HORSES = """

@@ -58,7 +58,7 @@ class Agent:
         self.loop.run_once()
 
     def close(self) -> None:
-        self.loop.drop_all()
+        self.loop.drop_connections()
         self.runs.close()
         self.loop.close()
 

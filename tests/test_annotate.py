@@ -109,7 +109,7 @@ def test_attributes_are_set_on_the_innermost_open_span_of_every_kind(recorder: A
         "scope": {"given": 1, "of": "scope", "of.dotted": 2.5, "more": True},
         "inner": {},
     }
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}
 
 
 def test_a_task_or_thread_that_continues_a_span_annotates_that(recorder: Any) -> None:
@@ -164,7 +164,7 @@ def test_outside_of_a_span_and_while_nothing_is_recorded_it_does_nothing(recorde
         span.set_status("error")
         recorder.annotate_innermost(x=1)
     assert spans_in(recorder) == []
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}
 
 
 def test_spans_do_not_share_what_they_are_annotated_with(recorder: Any) -> None:
@@ -225,7 +225,7 @@ def test_values_that_opentelemetry_has_are_kept_and_others_are_counted(recorder:
     assert attributes(recorder) == {"scope": wanted}
     (span,) = spans_in(recorder)
     assert all(type(span.attributes[name]) is type(value) for name, value in wanted.items())
-    assert recorder.counts() == ({} if kept is not None else {"attributes of a kind that no span has": 1})
+    assert recorder.count_unusual_events() == ({} if kept is not None else {"attributes of a kind that no span has": 1})
     assert (unreadable_counts() != {}) == (kept is None)
 
 
@@ -238,7 +238,7 @@ def test_a_tensor_is_kept_where_it_is_one_number_of_the_host(recorder: Any) -> N
         recorder.annotate_innermost(elsewhere=torch.empty((), device="meta"))
     (span,) = spans_in(recorder)
     assert span.attributes == {"whole": 7, "part": 0.5, "truth": True}
-    assert recorder.counts() == {"attributes of a kind that no span has": 2}
+    assert recorder.count_unusual_events() == {"attributes of a kind that no span has": 2}
 
 
 def test_each_class_of_what_is_left_out_is_named(recorder: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -265,7 +265,7 @@ def test_names_that_are_none_and_mappings_that_raise_are_counted(recorder: Any) 
         recorder.annotate_innermost("text")
     long = "x" * (VALUE_LIMIT - 3) + "..."
     assert attributes(recorder) == {"scope": {long: 3, "y": 4, "z": 5}}
-    assert recorder.counts() == {"attributes of a kind that no span has": 4}
+    assert recorder.count_unusual_events() == {"attributes of a kind that no span has": 4}
 
 
 class Lazy:
@@ -298,7 +298,7 @@ def test_no_code_of_what_is_given_is_run(recorder: Any) -> None:
     assert attribute_checks.make_status_attributes(Lazy(), None, None) is None
     assert attribute_checks.make_status_attributes("error", Lazy(), Lazy()) == {STATUS_CODE: "ERROR"}
     assert attributes(recorder) == {"scope": {"torn": (1, 2)}}
-    assert recorder.counts() == {"attributes of a kind that no span has": 3}
+    assert recorder.count_unusual_events() == {"attributes of a kind that no span has": 3}
 
 
 def test_a_span_has_so_many_attributes_and_no_more(recorder: Any) -> None:
@@ -309,7 +309,7 @@ def test_a_span_has_so_many_attributes_and_no_more(recorder: Any) -> None:
     (span,) = spans_in(recorder)
     assert len(span.attributes) == ATTRIBUTE_LIMIT
     assert span.attributes["a0"] == "changed"
-    assert recorder.counts() == {"attributes beyond the limit of a span": 5}
+    assert recorder.count_unusual_events() == {"attributes beyond the limit of a span": 5}
 
 
 def test_a_renamed_span_and_what_is_below_it_count_under_the_new_name(recorder: Any) -> None:
@@ -323,11 +323,11 @@ def test_a_renamed_span_and_what_is_below_it_count_under_the_new_name(recorder: 
         span.rename("other")
         span.rename("scope")
         span.rename("last")
-    found = {tuple(site.name for site in row.path): row.totals.calls for row in recorder.tally().rows()}
+    found = {tuple(site.name for site in row.path): row.totals.calls for row in recorder.tally().iterate_totals()}
     assert found == {("call of a kind",): 1, ("call of a kind", "below"): 1, ("last",): 1}
     (site,) = [span.site for span in spans_in(recorder) if span.site.name == "call of a kind"]
     assert (site.kind, site.function, site.line) == ("op", "service.call", 3)
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}
 
 
 def test_a_place_has_so_many_names_and_no_more(recorder: Any) -> None:
@@ -335,11 +335,11 @@ def test_a_place_has_so_many_names_and_no_more(recorder: Any) -> None:
         with recorder.make_scope("scope") as span:
             span.rename("first")
             span.rename(f"name {number}")
-    found = {row.path[-1].name: row.totals.calls for row in recorder.tally().rows()}
+    found = {row.path[-1].name: row.totals.calls for row in recorder.tally().iterate_totals()}
     assert len(found) == MOST_NAMES_PER_SITE
     assert found["scope"] == 4
     beyond = "span names beyond the limit of their place, counted under the name that it has"
-    assert recorder.counts() == {beyond: 4}
+    assert recorder.count_unusual_events() == {beyond: 4}
 
 
 def test_a_name_that_is_none_is_counted_and_steps_keep_theirs(recorder: Any) -> None:
@@ -348,8 +348,8 @@ def test_a_name_that_is_none_is_counted_and_steps_keep_theirs(recorder: Any) -> 
         span.rename("")
     with recorder.make_scope("step", kind="step") as step:
         step.rename("other")
-    assert {row.path[-1].name for row in recorder.tally().rows()} == {"scope", "step"}
-    assert recorder.counts() == {"span names that are no text": 2, "steps not renamed": 1}
+    assert {row.path[-1].name for row in recorder.tally().iterate_totals()} == {"scope", "step"}
+    assert recorder.count_unusual_events() == {"span names that are no text": 2, "steps not renamed": 1}
 
 
 class StatusCode(Enum):
@@ -391,7 +391,7 @@ def test_a_status_says_whether_a_span_failed(
             assert raised
     spans = spans_in(recorder)
     assert [span.error for span in spans] == [error] * 2
-    assert sum(row.totals.errors for row in recorder.tally().rows()) == (2 if error else 0)
+    assert sum(row.totals.errors for row in recorder.tally().iterate_totals()) == (2 if error else 0)
     for message in exported(spans):
         assert message.status.code == (2 if error else 1)
         assert message.status.message == (description or error or "")
@@ -404,7 +404,7 @@ def test_a_status_that_is_none_is_counted(recorder: Any) -> None:
         span.set_status("fine")
         span.set_status(None)
     assert spans_in(recorder)[0].error is None
-    assert recorder.counts() == {"states that no span has": 2}
+    assert recorder.count_unusual_events() == {"states that no span has": 2}
 
 
 def test_attributes_of_a_frame_are_set_as_they_are_and_late_ones_are_counted(recorder: Any) -> None:
@@ -414,7 +414,7 @@ def test_attributes_of_a_frame_are_set_as_they_are_and_late_ones_are_counted(rec
     recorder.close(frame)
     recorder.annotate(frame, {"late": 1})
     assert attributes(recorder) == {"request": {"given": 1, "http.response.status_code": 503}}
-    assert recorder.counts() == {"span annotated that is not open": 1}
+    assert recorder.count_unusual_events() == {"span annotated that is not open": 1}
 
 
 def test_annotations_are_in_trace_files_and_at_the_collector(recording: Any, tmp_path: Path) -> None:

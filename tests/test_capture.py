@@ -21,7 +21,7 @@ from instrument.recorder.recorder import Recorder
 from instrument.recording.mapped import Mapped
 from instrument.recording.memory_layout import FRAME, ROW
 from instrument.recording.spans import Site
-from instrument.recording.trace_context import RemoteParent, encode_remote, is_sampled, tracestate_of_share
+from instrument.recording.trace_context import RemoteParent, encode_parent, is_sampled, make_tracestate
 from instrument.trace import unsettled
 from instrument.trace.sent_rows import DECISION_WAIT_NS
 from instrument.trace.tail_sampler import LEAST_CALLS
@@ -33,7 +33,7 @@ REQUEST, LEAF, STEP = Site("request", "request"), Site("leaf"), Site("step", "st
 def serve(recorder: Any, leaves: int = 1, *, error: bool = False, sleep_s: float = 0.0) -> int:
     """One request; returns its span id."""
     frame = recorder.open(REQUEST)
-    span_id = recorder.current_id()
+    span_id = recorder.current_span_id()
     for _ in range(leaves):
         recorder.close(recorder.open(LEAF))
     time.sleep(sleep_s)
@@ -114,7 +114,7 @@ def test_a_trace_of_the_random_share_says_the_threshold_that_its_id_has_passed(r
      (1e-30, "ot=th:ffffffffffffff")],
 )  # fmt: skip
 def test_a_threshold_has_four_digits_behind_those_of_all_bits(sample: float, state: str) -> None:
-    assert tracestate_of_share(sample) == state
+    assert make_tracestate(sample) == state
     threshold = int(state.removeprefix("ot=th:").ljust(14, "0"), 16) if state else 0
     for random_value in (max(threshold - 1, 0), threshold, (1 << 56) - 1):
         assert is_sampled(7 << 64 | random_value, sample) == (sample > 0 and random_value >= threshold)
@@ -122,14 +122,14 @@ def test_a_threshold_has_four_digits_behind_those_of_all_bits(sample: float, sta
 
 @pytest.mark.parametrize(("flags", "is_kept"), [(1, True), (0, False)])
 def test_a_caller_that_traces_has_decided_already(recorder: Any, flags: int, is_kept: bool) -> None:
-    recorder.remote_parent = lambda: encode_remote(RemoteParent(5, 6, flags))
+    recorder.remote_parent = lambda: encode_parent(RemoteParent(5, 6, flags))
     kept = Kept(recorder, Capture(sample=0.0 if flags else 1.0, errors=False))
     serve(recorder)
     assert len(kept.read()) == is_kept
 
 
 def test_nothing_is_kept_where_a_variable_switches_traces_off_whatever_a_caller_asks_for(recorder: Any) -> None:
-    recorder.remote_parent = lambda: encode_remote(RemoteParent(5, 6, 1))
+    recorder.remote_parent = lambda: encode_parent(RemoteParent(5, 6, 1))
     kept = Kept(recorder, loads("export: otlp", environ={"OTEL_TRACES_SAMPLER": "always_off"}).capture)
     serve(recorder, error=True)
     assert kept.read() == []
@@ -137,10 +137,10 @@ def test_nothing_is_kept_where_a_variable_switches_traces_off_whatever_a_caller_
 
 def test_spans_that_end_after_their_request_follow_it(recorder: Any) -> None:
     remote = RemoteParent(5, 6)
-    recorder.remote_parent = lambda: encode_remote(remote)
+    recorder.remote_parent = lambda: encode_parent(remote)
     kept = Kept(recorder, Capture(sample=1.0))
     request = recorder.open(REQUEST)
-    request_id = recorder.current_id()
+    request_id = recorder.current_span_id()
     late = recorder.open(LEAF)
     recorder.close(request)
     assert [span.site.name for spans in kept.read() for span in spans] == ["request"]
@@ -175,7 +175,7 @@ def test_rows_that_wait_for_their_time_are_packed_and_come_out_as_they_were_reco
     assert {int(span_id) for span_id in reader.rows.rows["span_id"]} == requests
     spans = {span.span_id: (span.root_id, span.parent_id, span.start_ns, span.end_ns) for span in spans_in(recorder)}
     if is_asked_for:
-        assert reader.rows.has_row(next(iter(spans.keys() - requests)))
+        assert reader.rows.is_row_waiting(next(iter(spans.keys() - requests)))
         assert (reader.rows.packed_count, reader.rows.undecided_count) == (0, len(spans))
     trees = kept.read()
     assert spans == {
@@ -224,7 +224,7 @@ def test_requests_that_never_end_do_not_grow_without_bound(recorder: Any, monkey
 def test_trees_without_a_request_come_at_once_though_their_root_stays_open(recorder: Any) -> None:
     kept = Kept(recorder, Capture(sample=1.0))
     serving = recorder.open(Site("serve"))
-    serving_id = recorder.current_id()
+    serving_id = recorder.current_span_id()
     recorder.close(recorder.open(STEP))
     ((step,),) = kept.read()
     assert (step.site.name, step.root_id) == ("step", serving_id)
@@ -497,7 +497,7 @@ def test_a_request_of_several_processes_is_kept_where_one_of_them_keeps_it(make_
     for fails in (False, True, False):
         request = caller.open(REQUEST)
         trace_id = kept.readers[0].rows.ids.trace_id(request.span_id)
-        server.remote_parent = lambda trace_id=trace_id: encode_remote(RemoteParent(trace_id, 5, 0))
+        server.remote_parent = lambda trace_id=trace_id: encode_parent(RemoteParent(trace_id, 5, 0))
         asked.append((request.span_id, serve(server, error=fails)))
         found = [*kept.settle()]  # the caller's part is open
         caller.close(request)
@@ -506,7 +506,7 @@ def test_a_request_of_several_processes_is_kept_where_one_of_them_keeps_it(make_
 
 @pytest.mark.parametrize("fails_first", [True, False])
 def test_requests_of_one_trace_are_kept_with_one_that_fails(recorder: Any, fails_first: bool) -> None:
-    recorder.remote_parent = lambda: encode_remote(RemoteParent(5, 6, 0))
+    recorder.remote_parent = lambda: encode_parent(RemoteParent(5, 6, 0))
     kept = Kept(recorder, Capture(sample=0.0, errors=True))
     asked = [serve(recorder, error=fails_first), serve(recorder, error=not fails_first)]
     assert {tree[0].span_id for tree in kept.read()} == set(asked)

@@ -380,7 +380,7 @@ def test_layers_that_torch_has_compiled_away_and_paths_that_no_layer_has_are_nam
         compiled(torch.zeros(2))
         found = [(verdict.state, verdict.why) for verdict in selection.verdicts()]
     finally:
-        selection.undo()
+        selection.detach_all()
     assert [state for state, _ in found] == ["compiled", "compiled", "waiting", "waiting"]
     assert "no layer has such a path" in found[2][1]
     assert found[3][1] == "no layer that it selects has run"
@@ -394,7 +394,7 @@ def test_a_path_rule_with_a_typo_names_the_nearest_path(recorder: Any, torch: An
         model["encoder"]["layers"](torch.zeros(1))
         (verdict,) = selection.verdicts()
     finally:
-        selection.undo()
+        selection.detach_all()
     assert verdict.why == "no layer has such a path; nearest is encoder.layers.0"
 
 

@@ -332,7 +332,7 @@ def test_a_file_that_nests_too_deep_is_refused_at_once_and_its_tally_only_on_req
     loaded, tally = chrome.load(path)
     again = chrome.read(path)
     assert [span.span_id for span in again.trace.spans] == [span.span_id for span in loaded.spans] == list(range(1, 41))
-    assert by_keys(again.tally_or_count()) == by_keys(tally)
+    assert by_keys(again.read_or_count_totals()) == by_keys(tally)
     monkeypatch.setattr(file, "LIMIT_LINKS", 820)
     chrome.read(path)
     monkeypatch.setattr(file, "LIMIT_LINKS", 779)
@@ -351,9 +351,9 @@ def test_repeated_and_deep_structures_are_read(tmp_path: Path, monkeypatch: pyte
     for known in (counted(original.spans), None):
         path = chrome.dump(tmp_path / "trace.json", original, known)
         saved = chrome.read(path)
-        assert by_keys(saved.tally_or_count()) == by_keys(counted(original.spans))
+        assert by_keys(saved.read_or_count_totals()) == by_keys(counted(original.spans))
         again = file.load(file.dump(tmp_path / "trace.npz", saved.trace, known))
-        assert by_keys(again.tally_or_count()) == by_keys(saved.tally_or_count())
+        assert by_keys(again.read_or_count_totals()) == by_keys(saved.read_or_count_totals())
 
 
 def packed(column: str, number: int) -> tuple[str, list[str]]:
@@ -1124,7 +1124,7 @@ def test_traces_of_other_profilers_are_read_by_their_slices(tmp_path: Path) -> N
     assert (loaded.origin.pid, loaded.origin.service, loaded.origin.host) == (9, "python", "node")
     assert loaded.origin.realtime_of(1) == 1_700_000_000_000_000_001
     assert tally.calls == 10
-    assert sum(row.totals.moved_bytes for row in tally.rows()) == 64
+    assert sum(row.totals.moved_bytes for row in tally.iterate_totals()) == 64
     assert_same(chrome.load(chrome.dump(tmp_path / "again.json", loaded))[0], loaded)
 
 

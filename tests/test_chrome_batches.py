@@ -15,12 +15,12 @@ from instrument import chrome
 from instrument.recording.spans import Origin, Span
 from instrument.trace.joined import join_requests
 from instrument.trace.request_trees import build_request_trees
-from instrument.trace.trace import SpanViews, Trace, columns_of_spans, spans_of
+from instrument.trace.trace import SpanViews, Trace, columns_of_spans, make_spans
 
 
 def written(folder: Path, spans: list[Span]) -> dict[str, Any]:
     trace = columns_of_spans(spans)
-    one_tree = spans_of(build_request_trees(trace, join_requests(trace)))
+    one_tree = make_spans(build_request_trees(trace, join_requests(trace)))
     path = chrome.dump(folder / "t.json", Trace(Origin(1, "shop", 0, 10**18), 0, 1000, one_tree))
     document: dict[str, Any] = json.loads(path.read_text())
     return document

@@ -62,7 +62,7 @@ def cells(calls: int | None, times: CallTimes) -> list[str]:
 
 
 def test_its_phases_are_its_model_summary(exported: Trace) -> None:
-    view = phases(Recording.of_trace(exported), Options())
+    view = phases(Recording.from_trace(exported), Options())
     told = printed("Model Summary")
     assert [row.name for row in view.rows] == [OUR_PHASE[name] for name in told]
     for row, theirs in zip(view.rows, told.values(), strict=True):
@@ -75,7 +75,7 @@ def test_its_phases_are_its_model_summary(exported: Trace) -> None:
 
 
 def test_its_operators_and_their_parts_are_its_operator_summary(exported: Trace) -> None:
-    (block,) = operators(Recording.of_trace(exported), Options(tracer_option="OpDetail", threads="merged")).blocks
+    (block,) = operators(Recording.from_trace(exported), Options(tracer_option="OpDetail", threads="merged")).blocks
     told = printed("Operator Summary")
     assert len(told) > 60
     ours: dict[str, list[str]] = {}
@@ -90,7 +90,7 @@ def test_its_operators_and_their_parts_are_its_operator_summary(exported: Trace)
 
 
 def test_the_user_summary_has_the_names_of_users(exported: Trace) -> None:
-    (block,) = user(Recording.of_trace(exported), Options(threads="merged")).blocks
+    (block,) = user(Recording.from_trace(exported), Options(threads="merged")).blocks
     ours = {row.name: cells(row.calls, row.cpu) for row in block.rows if row.cpu is not None}
     assert printed("UserDefined Summary")["DataPrepare"][:5] == ours["DataPrepare"]
     assert "memcpy_like" not in ours  # which is of its Memory Manipulation Summary
@@ -101,7 +101,7 @@ def test_the_user_summary_has_the_names_of_users(exported: Trace) -> None:
 
 
 def test_its_allocations_are_its_memory_summary(exported: Trace) -> None:
-    view = memory(Recording.of_trace(exported), Options())
+    view = memory(Recording.from_trace(exported), Options())
     told = printed("Memory Summary - Place(cpu)")
     peak = next(peak for peak in view.peaks if peak.what == "allocated")
     assert (peak.device, peak.peak_bytes) == (HOST, 634_624)  # as it prints above the table

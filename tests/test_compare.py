@@ -24,7 +24,7 @@ from instrument import chrome
 from instrument.cli import main
 from instrument.recording.spans import KEY, Origin, Site, Span
 from instrument.report.comparison import COLOURS, FASTER, GONE, INCONCLUSIVE, NEW, SAME, SLOWER, Comparison, compare
-from instrument.report.effects import CallSample, measure_effect, p99_limits
+from instrument.report.effects import CallSample, estimate_p99_limits, measure_effect
 from instrument.report.view import Options, Recording
 from instrument.trace import file
 from instrument.trace.trace import Trace
@@ -44,7 +44,7 @@ def sample(seed: int, calls: int = 4_000, factor: float = 1.0, size: float = 100
 
 
 def compared(before: Service, after: Service) -> Comparison:
-    sides = [[Recording.of_trace(service.run())] for service in (before, after)]
+    sides = [[Recording.from_trace(service.run())] for service in (before, after)]
     return compare(sides[0], sides[1], Options())
 
 
@@ -128,14 +128,14 @@ def test_new_and_gone_call_paths_are_named() -> None:
     trace = BEFORE.run()
     columns = trace.columns
     wanted = columns.are_of_sites([site.name != "part 9" for site in columns.sites])
-    without = Recording.of_trace(trace.with_columns(columns.select(wanted)))
-    found = compare([Recording.of_trace(trace)], [without], Options())
+    without = Recording.from_trace(trace.with_columns(columns.select(wanted)))
+    found = compare([Recording.from_trace(trace)], [without], Options())
     assert verdicts(found)["part 9 in engine.step"] == GONE
     assert any(sentence.startswith("Gone: 1 of 13 call paths, most of all part 9") for sentence in found.sentences())
-    new = compare([without], [Recording.of_trace(trace)], Options())
+    new = compare([without], [Recording.from_trace(trace)], Options())
     assert verdicts(new)["part 9 in engine.step"] == NEW
     assert [change.path[-1] for change in new.find_unclear_changes(0.5)] == ["part 9"]  # a gate says neither yes nor no
-    empty = Recording.of_trace(trace.with_columns(columns.select(np.zeros(len(columns), dtype=np.bool_))))
+    empty = Recording.from_trace(trace.with_columns(columns.select(np.zeros(len(columns), dtype=np.bool_))))
     assert compare([empty], [without], Options()).sentences()[0].startswith("New: 12 of 12 call paths")
 
 
@@ -148,8 +148,8 @@ def test_a_path_and_an_endpoint_that_a_window_cuts_off_leave_the_names_of_the_ot
     ]
     ids = {span.span_id for span in cut}
     spans = [*cut, *(span for span in trace.spans if span.span_id not in ids)]
-    after = Recording.of_trace(replace(trace, spans=spans))
-    comparison = compare([Recording.of_trace(trace)], [after], Options())
+    after = Recording.from_trace(replace(trace, spans=spans))
+    comparison = compare([Recording.from_trace(trace)], [after], Options())
     assert comparison.changed == ()
     assert set(verdicts(comparison)) == {*(f"part {n} in engine.step" for n in range(10)), "engine.step",
                                          "POST /generate", "parse in POST /generate"}  # fmt: skip
@@ -179,7 +179,7 @@ def test_times_that_vary_by_more_than_twice_are_inconclusive_and_no_unchanged_wo
             spans.append(
                 Span(site, number, 0, number, 1, 0, number * 10**9, number * 10**9 + took_ns, took_ns, took_ns)
             )
-        sides.append(Recording.of_trace(Trace(Origin(seed, "noisy", 0, 0), 10**9, 400 * 10**9, spans)))
+        sides.append(Recording.from_trace(Trace(Origin(seed, "noisy", 0, 0), 10**9, 400 * 10**9, spans)))
     comparison = replace(compare(sides[:1], sides[1:], Options()), limit=0.03)
     assert verdicts(comparison) == {"work": INCONCLUSIVE}
     assert comparison.sentences()[0] == "Inconclusive: 1 call path has times that vary too much to compare them."
@@ -188,7 +188,7 @@ def test_times_that_vary_by_more_than_twice_are_inconclusive_and_no_unchanged_wo
 
 def test_an_empty_recording_compares_to_nothing() -> None:
     trace = BEFORE.run()
-    empty = Recording.of_trace(trace.with_columns(trace.columns.select(np.zeros(len(trace.columns), dtype=np.bool_))))
+    empty = Recording.from_trace(trace.with_columns(trace.columns.select(np.zeros(len(trace.columns), dtype=np.bool_))))
     assert compare([empty], [empty], Options()).sentences() == [
         "Nothing to compare: no call path took a noteworthy time on either side."
     ]
@@ -247,14 +247,14 @@ def test_a_page_has_an_icicle_of_the_changes(folder: Path, tmp_path: Path) -> No
 
 def test_the_99th_percentile_is_between_two_requests_where_there_are_enough() -> None:
     for count in (10, 367, 368, 2_000):
-        low, high = p99_limits(np.arange(1, count + 1))
+        low, high = estimate_p99_limits(np.arange(1, count + 1))
         assert (high is None) == (count < 368)
         assert low is None or low <= 0.99 * count < (high or count + 1)
-    assert p99_limits(np.zeros(0, dtype=np.int64)) == (None, None)
+    assert estimate_p99_limits(np.zeros(0, dtype=np.int64)) == (None, None)
     inside = 0
     rng = np.random.default_rng(1)
     for _ in range(400):
-        low, high = p99_limits(np.round(1e6 * rng.lognormal(size=1_000)).astype(np.int64))
+        low, high = estimate_p99_limits(np.round(1e6 * rng.lognormal(size=1_000)).astype(np.int64))
         inside += (low or 0) <= 1e6 * math.exp(2.326348) <= (high or math.inf)
     assert inside >= 372  # 380 are expected, and the limits are ordered values, so cautious
 

@@ -460,7 +460,7 @@ class TestMiniCaffe:
         minicaffe.disable()
         minicaffe.open_scope("nothing")
         work()
-        assert [row.path[-1].name for row in session.tally().rows()] == ["mine", "work"]
+        assert [row.path[-1].name for row in session.tally().iterate_totals()] == ["mine", "work"]
 
     def test_layers_are_recorded_by_default(self, torch: Any) -> None:
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
@@ -696,7 +696,7 @@ class TestTheano:
         three()
         assert (one.profile.calls, three.profile.calls) == (4, 1)
         assert one.profile.call_ns + three.profile.call_ns == sum(
-            row.totals.total_ns for row in instrument.session().tally().rows() if len(row.path) == 1
+            row.totals.total_ns for row in instrument.session().tally().iterate_totals() if len(row.path) == 1
         )
         assert "step (2)" in three.profile.text()
         instrument.stop()

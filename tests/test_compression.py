@@ -84,7 +84,7 @@ WHOLE = gzip.compress(b'[{"ph":"X"}]' * 1000)
 def test_damage_is_one_of_those_that_are_named(packer: str, damaged: tuple[str, bytes], tmp_path: Path) -> None:
     path = tmp_path / "damaged.gz"
     path.write_bytes(damaged[1])
-    with pytest.raises(file_writing.damage_errors()):
+    with pytest.raises(file_writing.list_gzip_errors()):
         unpacked(path)
 
 

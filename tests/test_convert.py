@@ -22,7 +22,7 @@ from simulated_engine import Lives
 import instrument
 from instrument import chrome
 from instrument.cli import main
-from instrument.cli.convert_merge_query_recover_verbs import FORMS, choose_form_by_suffix
+from instrument.cli.convert_merge_query_recover_verbs import FORMS, choose_format
 from instrument.cli.notebook import FRAMES, LoadedTrace
 from instrument.errors import InstrumentError, TraceError
 from instrument.otlp.export_facts import Ids
@@ -93,7 +93,7 @@ def test_several_recordings_become_one(
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
     saved = file.load(target)
     assert names_in(saved.trace.spans) == EXPECTED
-    assert saved.tally_or_count().calls == 21
+    assert saved.read_or_count_totals().calls == 21
 
 
 @pytest.mark.parametrize("form", ["recording", "chrome"])
@@ -321,9 +321,9 @@ def test_no_input_is_written_over_and_several_want_a_name(
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in ("otlp", "parquet")])
 def test_merge_writes_the_form_that_the_end_of_a_name_means(form: str) -> None:
     end, _ = FORMS[form]
-    assert choose_form_by_suffix(Path(f"all{end}")) == form
+    assert choose_format(Path(f"all{end}")) == form
 
 
 def test_merge_writes_a_recording_where_the_end_of_a_name_says_nothing_else() -> None:
-    ends = [choose_form_by_suffix(Path(name)) for name in ("all", "all.txt", "all.otlp.jsonl", "all.json")]
+    ends = [choose_format(Path(name)) for name in ("all", "all.txt", "all.otlp.jsonl", "all.json")]
     assert ends == ["recording", "recording", "recording", "chrome"]

@@ -45,7 +45,7 @@ verdicts = [str(verdict) for verdict in selection.verdicts()]
 assert "attached" in verdicts[0], verdicts
 assert len(verdicts) == 2, verdicts
 assert verdicts[1].startswith("copies: {framework}: partly (not seen: "), verdicts
-selection.undo()
+selection.detach_all()
 from types import FunctionType
 left = [name for name, module in list(sys.modules.items()) for value in vars(module).values()
         if type(value) is FunctionType and value.__code__.co_filename.endswith("/copies.py")
@@ -106,7 +106,7 @@ def test_numpy_that_numba_and_torch_compile_is_left_as_it_is() -> None:
         copied = lambda x: numpy.copy(x).sum()
         assert numba.njit(copied)(numpy.ones(3)) == 3
         assert torch.compile(copied, backend="eager", fullgraph=True)(numpy.ones(3)) == 3
-        selection.undo()
+        selection.detach_all()
         assert numba.njit(lambda x: numpy.copy(x).sum())(numpy.ones(3)) == 3
         selection.attach()
         numpy.copyto(numpy.zeros(2), numpy.ones(2))

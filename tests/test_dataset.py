@@ -183,7 +183,7 @@ def test_rows_are_in_the_folder_of_the_hour_in_which_they_began(tmp_path: Path) 
 def test_requests_have_the_parts_that_the_report_has(tmp_path: Path) -> None:
     trace = simulated()
     folder = written(tmp_path, [trace])
-    recording = Recording.of_saved(join_request_trees(file.load(tmp_path / "files" / "0.npz")))
+    recording = Recording.from_file(join_request_trees(file.load(tmp_path / "files" / "0.npz")))
     joined, ledger = recording.joined, recording.ledger
     requests = rows_of(folder, "requests").sort_by("start_unix_ns").to_pylist()
     assert len(requests) == len(joined.rows) == 80

@@ -405,7 +405,7 @@ def test_rows_of_open_files_are_counted_by_the_next_exporter_which_removes_their
     following.buffer_rows(tables)
     following.end_dataset(time.monotonic())
     assert following.counts == {"unstored": rows, "stored": rows, "storing": 0}
-    killed._discard_unfinished("its files are to be closed")
+    killed._discard_open_files("its files are to be closed")
     assert not list(tmp_path.glob("instrument-*/*"))
 
 

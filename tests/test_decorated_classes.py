@@ -102,7 +102,7 @@ def test_a_class_that_a_decorators_object_holds_is_reached_by_its_own_name(
         assert (verdict.state, verdict.why) == ("attached", "inside a deployed.Deployment")
     assert tree(recorder).startswith(spans.replace("Embedder.inherited", "Base.inherited"))
     held = type(embedder)
-    selection.undo()
+    selection.detach_all()
     assert "Embedder.embed" in repr(held.embed)
     assert not hasattr(held.embed, "__instrument__")
     assert "inherited" not in vars(held)

@@ -749,7 +749,7 @@ def test_a_thread_that_has_not_used_numba_puts_no_barrier_into_the_default_strea
     if bench.torch:
         pytest.skip("numba's calls go through the bindings")
     numba = NumbaStreams(bench.driver)
-    bench.timer.sources[:] = [numba.current]
+    bench.timer.sources[:] = [numba.find_last_stream]
     busy, own = bench.stream(blocking=True), bench.stream(blocking=True)
     bench.fake.launch(busy, 100 * MS)
     bench.fake.advance(MS)
@@ -766,9 +766,9 @@ def test_a_thread_that_has_not_used_numba_puts_no_barrier_into_the_default_strea
     ("symbol", "ask"),
     [
         ("cuEventCreate", lambda driver: driver.new_event()[0]),
-        ("cuEventQuery", lambda driver: driver.query(driver.new_event()[1])),
-        ("cuStreamIsCapturing", lambda driver: driver.capture(0)),
-        ("cuCtxPushCurrent", lambda driver: driver.push(driver.current())),
+        ("cuEventQuery", lambda driver: driver.query_event(driver.new_event()[1])),
+        ("cuStreamIsCapturing", lambda driver: driver.check_capture(0)),
+        ("cuCtxPushCurrent", lambda driver: driver.push_context(driver.find_context())),
     ],
 )
 def test_a_code_that_the_bindings_do_not_know_is_an_error_like_any_other(
@@ -913,7 +913,7 @@ def test_intervals_keep_the_newest_in_the_memory_that_they_have() -> None:
     found = intervals_in(ring, {span.span_id for span in spans})
     assert sorted(found) == list(range(937, 1001))
     assert found[1000] == (DeviceInterval(0, 7, 1000, 1001, "exclusive", 3),)
-    assert ring.overwritten == 936
+    assert ring.overwritten_count == 936
 
 
 # ---------------------------------------------------------------- any timeline

@@ -116,7 +116,7 @@ def test_functions_scopes_tasks_and_generators_have_device_time(torch: Any, sess
     assert lengths == {"request": [], "layer": [30], "decode": [50], "tokens": [20, 20, 0], "answer": [40]}
     (layer_part,) = found["layer"].device
     assert layer_part.start_ns >= found["layer"].start_ns
-    rows = {row.path[-1].name: row.totals for row in running.tally().rows()}
+    rows = {row.path[-1].name: row.totals for row in running.tally().iterate_totals()}
     assert [round(rows[name].device_ns / MS) for name in ("layer", "decode", "tokens", "answer")] == [30, 50, 40, 40]
     assert rows["layer"].elapsed_ns >= rows["layer"].total_ns
 
@@ -486,13 +486,13 @@ def test_the_time_up_to_which_device_times_are_known_is_published(torch: Any, se
     assert 0 < mapped.settled_ns() < now_ns
     while mapped.settled_ns() < now_ns:
         time.sleep(0.001)
-    assert len(mapped.intervals()) == 1
+    assert len(mapped.read_intervals()) == 1
     with instrument.scope("more work", device=True):
         torch.work(100 * MS)
     now_ns = time.monotonic_ns()
     running.recorded.timing.await_device_times(now_ns, time.monotonic() + 60)
     assert mapped.settled_ns() >= now_ns
-    assert len(mapped.intervals()) == 2
+    assert len(mapped.read_intervals()) == 2
     instrument.stop()
     assert mapped.settled_ns() == NOTHING_TO_COME
     mapped.close()
@@ -575,7 +575,7 @@ with instrument.scope("request", kind="request"):
     now = time.monotonic_ns()
     while not running.recorded.timing.has_device_times_until(now):
         time.sleep(0.01)
-    while not RECORDER.make_reader().samples():
+    while not RECORDER.make_reader().read_samples():
         time.sleep(0.01)
     print("settled", flush=True)
     time.sleep(600)

@@ -185,7 +185,7 @@ if {cuda}:
         assert time.monotonic() < end
         time.sleep(0.001)
     driver = session.recorded.timing.timer.driver
-    print(sum(row.totals.device_ns > 0 for row in session.tally().rows()), type(driver).__name__)
+    print(sum(row.totals.device_ns > 0 for row in session.tally().iterate_totals()), type(driver).__name__)
 print(*[note for note in session.notes() if "device" in note], sep="\\n")
 instrument.stop()
 assert fake.synchronised() == 0

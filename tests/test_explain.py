@@ -30,7 +30,7 @@ FEW = 170
 
 
 def explained(trace: Trace, wanted: RequestChoice) -> Explanation:
-    return explain(Recording.of_trace(trace), wanted, Options())[0]
+    return explain(Recording.from_trace(trace), wanted, Options())[0]
 
 
 @pytest.mark.parametrize("incident", INCIDENTS)
@@ -88,7 +88,7 @@ def test_the_slowest_request_of_a_service_without_an_incident_is_typical() -> No
 
 
 def test_the_times_of_causes_add_up_to_the_wall_of_each_request() -> None:
-    recording = Recording.of_trace(Lives(4, "blocked event loop", requests=FEW).run()[0])
+    recording = Recording.from_trace(Lives(4, "blocked event loop", requests=FEW).run()[0])
     rows = recording.joined.rows
     times = CauseTimes(recording, np.arange(len(rows)))
     for place in range(len(rows)):

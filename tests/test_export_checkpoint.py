@@ -29,32 +29,32 @@ def state(number: int, **meter: Any) -> MeterState:
 
 
 def test_the_next_reader_gets_the_last_write(place: ExportCheckpoint) -> None:
-    assert place.read_meter() is None
+    assert place.read_meter_state() is None
     for number in range(1, 4):
-        assert place.write_meter(state(number))
-        assert place.read_meter() == state(number)
+        assert place.write_meter_state(state(number))
+        assert place.read_meter_state() == state(number)
 
 
 def test_counts_that_are_numbers_of_numpy_are_written_as_any_others(place: ExportCheckpoint) -> None:
     progress = Progress(7, {1: np.int64(5)}, {**Progress().fates, "seen": np.int64(9)})
     place.write_progress(progress)
     assert place.read_progress() == progress
-    assert place.write_meter(state(np.int64(4)))
-    assert place.read_meter() == state(4)
+    assert place.write_meter_state(state(np.int64(4)))
+    assert place.read_meter_state() == state(4)
 
 
 def test_a_killed_writer_leaves_the_earlier_state(place: ExportCheckpoint) -> None:
-    place.write_meter(state(1))
-    place.write_meter(state(2))
+    place.write_meter_state(state(1))
+    place.write_meter_state(state(2))
     at = os.fstat(place.fileno()).st_size - memory_layout.EXPORT_BYTES - memory_layout.METER_BYTES
     os.pwrite(place.fileno(), b"\xff", at + 50)
-    assert place.read_meter() == state(1)
+    assert place.read_meter_state() == state(1)
 
 
 def test_a_state_without_room_leaves_the_one_before(place: ExportCheckpoint) -> None:
-    place.write_meter(state(1))
-    assert not place.write_meter(state(2, noise=random.Random(1).randbytes(1 << 20).hex()))
-    assert place.read_meter() == state(1)
+    place.write_meter_state(state(1))
+    assert not place.write_meter_state(state(2, noise=random.Random(1).randbytes(1 << 20).hex()))
+    assert place.read_meter_state() == state(1)
 
 
 def test_a_meter_that_goes_on_reports_what_the_one_before_had_counted(make_recorder: Any) -> None:

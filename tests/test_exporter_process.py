@@ -65,7 +65,7 @@ class Table:
             path.write_bytes(bytes(100))
             memory = os.open(path, os.O_RDWR)
         process = Process(run=Run("one"), pid=1, started=1, facts=facts, joined_ns=0, memory=memory)
-        self.exports.add(process)
+        self.exports.export_if_wanted(process)
         return process
 
     def until(self, is_true: Callable[[], Any]) -> None:
@@ -106,7 +106,7 @@ def test_an_exporter_that_hears_nothing_for_long_has_another_one_in_its_place(ta
     stop(child)
     process = table.add()
     for _ in range(3000):
-        table.exports.note_ended(process)
+        table.exports.note_process_end(process)
     process.ended_ns = 1
     table.until(lambda: not table.exports.is_exporting(process.run))
     assert set(exporters()) - before != {child}
@@ -161,7 +161,7 @@ def test_unsent_spans_of_an_ended_process_are_counted_after_a_kill_of_its_agent(
     process = table.add(memory=copied(recorder))
     assert not agent_socket.read_unsent_count(tmp_path)
     process.ended_ns = 1
-    table.exports.note_ended(process)
+    table.exports.note_process_end(process)
     with closing(Mapped(process.memory)) as mapped:
         recorded = sum(mapped.count_written_rows().values()) + mapped.ended_rows
     (tmp_path / "next").mkdir()
@@ -207,7 +207,7 @@ def test_spans_that_a_collector_does_not_take_wait_in_the_recording_which_keeps_
             for _ in range(4_000):
                 call()
             look()
-        assert exporter.counts()["dropped"] == 0
+        assert exporter.count_fates()["dropped"] == 0
         assert exported.is_behind
         exporter.stop(0)
         while look():
@@ -358,9 +358,9 @@ def test_spans_of_a_session_are_counted_once_though_the_one_before_waits_for_its
         second = begin_session("second", 3)
         for process in (first, second):
             process.ended_ns = 1
-            table.exports.note_ended(process)
+            table.exports.note_process_end(process)
         if limit_s:
-            table.exports.end(limit_s)
+            table.exports.end_exports(limit_s)
         if answers_in_time:
             answers.set()
         table.until(lambda: not table.exports.is_exporting(first.run) and not table.exports.is_exporting(second.run))

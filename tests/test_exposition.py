@@ -164,7 +164,7 @@ def test_gauges_calls_losses_and_cost_are_reported_by_the_names_that_they_have_i
     for _ in range(3_000):
         with instrument.scope("work"):
             pass
-    while not RECORDER.make_reader().samples():
+    while not RECORDER.make_reader().read_samples():
         pass
     assert min(of("process_memory_usage_bytes").values()) > 1e6
     assert max(of("instrument_cost_seconds_total", instrument_part="probes").values()) > 0

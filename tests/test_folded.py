@@ -109,11 +109,11 @@ def test_repeated_folding_does_not_grow_the_file(fold: Fold, monkeypatch: pytest
         found = file.load(before)
         assert (len(found.trace.columns), len(found.trace.samples), found.trace.died) == (8, 10, "")
         assert set(found.trace.threads.values()) <= {f"shop {pid} MainThread" for pid in pids}
-        assert found.tally_or_count().threads == {0: "(ended threads)"}
-        assert found.tally_or_count().calls == 64 * (turn + 1)
+        assert found.read_or_count_totals().threads == {0: "(ended threads)"}
+        assert found.read_or_count_totals().calls == 64 * (turn + 1)
         assert len(found.trace.notes) == 4
         assert found.trace.notes[-1] == merge.MORE_NOTES
-        sizes.append((len(found.tally_or_count()), len(found.trace.columns.sites)))
+        sizes.append((len(found.read_or_count_totals()), len(found.trace.columns.sites)))
     assert sizes[1:] == sizes[1:2] * 5
 
 
@@ -130,7 +130,7 @@ def test_a_recording_that_cannot_be_read_is_counted_and_the_others_stay(tmp_path
     broken.write_bytes(Path(whole).read_bytes()[:100])
     answer = end_reports.merge_files([whole, str(broken)], str(tmp_path / "before.npz"))
     assert answer["unread"] == 1
-    assert file.load(answer["path"]).tally_or_count().calls == 8
+    assert file.load(answer["path"]).read_or_count_totals().calls == 8
 
 
 def test_a_report_of_many_processes_lists_abnormal_ends_first(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def test_a_method_that_a_function_rule_names_too_is_recorded_once(
     before = vars(linear._base.LinearModel)["predict"]
     rule = "{match: 'sklearn.linear_model._base:LinearModel.predict', name: mine}"
     profile = f"{{functions: [{rule}], frameworks: [sklearn]}}"
-    select(profile).undo()
+    select(profile).detach_all()
     assert vars(linear._base.LinearModel)["predict"] is before
     verdicts = [str(verdict) for verdict in select(profile).verdicts()]
     assert np.allclose(model.predict([[2.0]]), 2)
@@ -175,5 +175,5 @@ def test_a_method_of_the_same_module_stays_with_the_function_rule(
     )
     texts = [str(verdict) for verdict in selection.verdicts()]
     assert "onnxruntime: Session.run: attached (it is recorded as 'mine' already)" in texts
-    selection.undo()
+    selection.detach_all()
     assert (vars(room.Session)["end_profiling"], vars(room.Session)["run"]) == before

@@ -165,7 +165,7 @@ def test_a_late_start_reaches_what_the_hosts_modules_name_and_gives_it_back(
     kept(X)
     other[0](X)
     assert len(spans_in(recorder)) == 2
-    selection.undo()
+    selection.detach_all()
     assert (host.jit, host.double) == before
     assert type(host.half) is type(kept)
     assert host.half(X).tolist() == (X / 2).tolist()
@@ -179,7 +179,7 @@ def test_undo_restores_the_very_same_functions_and_jax_keeps_its_own(select: Cal
     before = [getattr(*place) for place in places], vars(ARRAY)["block_until_ready"]
     selection = select("frameworks: auto")
     assert [getattr(*place) is was for place, was in zip(places, before[0], strict=True)] == [False] * 3 + [True] * 3
-    selection.undo()
+    selection.detach_all()
     assert ([getattr(*place) for place in places], vars(ARRAY)["block_until_ready"]) == before
 
 
@@ -188,7 +188,7 @@ def test_functions_jitted_in_a_session_work_after_it_and_record_in_no_other(
 ) -> None:
     selection = select(PROFILE)
     kept = [jax.jit(lambda x: x + 1)]
-    selection.undo()
+    selection.detach_all()
     assert kept[0](X).tolist() == (X + 1).tolist()
     assert spans_in(recorder) == []
 

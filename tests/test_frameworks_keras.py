@@ -184,7 +184,7 @@ def test_undo_restores_the_very_same_methods(recorder: Recorder, select: Callabl
     selection = select("{frameworks: auto, layers: [{match: '**'}]}")
     after = vars(keras.Layer)["__call__"], vars(trainer)["predict"], vars(trainer)["predict_on_batch"]
     assert not any(new is old for new, old in zip(after, before, strict=True))
-    selection.undo()
+    selection.detach_all()
     assert (vars(keras.Layer)["__call__"], vars(trainer)["predict"], vars(trainer)["predict_on_batch"]) == before
     functional()(X)
     assert spans_in(recorder) == []

@@ -125,7 +125,7 @@ def test_undo_restores_the_very_same_methods_and_signatures_never_change(select:
     selection = select("frameworks: auto")
     assert all(vars(Session)[name] is not method for name, method in before.items())
     assert {name: inspect.signature(vars(Session)[name]) for name in METHODS} == signatures
-    selection.undo()
+    selection.detach_all()
     assert {name: vars(Session)[name] for name in METHODS} == before
 
 

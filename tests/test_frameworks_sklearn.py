@@ -116,7 +116,7 @@ def test_estimator_classes_of_the_host_are_seen_whenever_they_are_defined(
     Turned().transform(X)
     assert np.array_equal(Derived().fit(X).transform(X), (X + 1) * 2)
     assert tree(recorder) == "Early.predict\nLate.transform\nTurned.transform\nDerived.transform"
-    selection.undo()
+    selection.detach_all()
     for cls in (Early, Late, Turned, Derived):
         for name in SKLEARN_METHODS:
             assert not hasattr(vars(cls).get(name), "__instrument_framework__")
@@ -158,7 +158,7 @@ def test_undo_restores_the_very_same_methods_of_every_class(select: Callable[[st
     selection = select("frameworks: [sklearn]")
     changed = [place for place, method in methods().items() if before.get(place) is not method]
     assert len(changed) > 100
-    selection.undo()
+    selection.detach_all()
     after = methods()
     assert after.keys() == before.keys()
     assert all(after[place] is before[place] for place in before)

@@ -141,7 +141,7 @@ def test_undo_restores_the_very_same_methods_and_signatures_and_pickles_never_ch
     assert inspect.signature(GenerationMixin.generate) == before[2]
     assert (repr(model.generate), len(pickle.dumps(model))) == shown
     assert model.can_generate()
-    selection.undo()
+    selection.detach_all()
     assert (vars(GenerationMixin)["generate"], vars(Pipeline)["__call__"]) == before[:2]
 
 

@@ -170,7 +170,7 @@ def test_scope_start_and_scope_end_by_handle_by_name_and_innermost(recording: Re
     scope_end("middle")
     scope_end(outer)
     assert tree(recording) == "outer\n  middle\n    inner"
-    assert recording.counts() == {}
+    assert recording.count_unusual_events() == {}
 
 
 def test_scope_end_without_a_start_is_counted_and_not_raised(recording: Recorder) -> None:
@@ -179,7 +179,7 @@ def test_scope_end_without_a_start_is_counted_and_not_raised(recording: Recorder
     handle = scope_start("once")
     scope_end(handle)
     scope_end(handle)
-    assert recording.counts() == {"scope_end without an open scope": 2}
+    assert recording.count_unusual_events() == {"scope_end without an open scope": 2}
 
 
 def test_scope_start_in_one_thread_and_scope_end_in_another_is_recorded(recording: Recorder) -> None:
@@ -197,7 +197,7 @@ def test_scope_starts_that_never_end_stop_growing(recording: Recorder, monkeypat
     monkeypatch.setattr(recording, "open_scope_limit", 5)
     for _ in range(8):
         scope_start("leak")
-    assert recording.counts() == {"scopes not begun because too many are open": 3}
+    assert recording.count_unusual_events() == {"scopes not begun because too many are open": 3}
     for _ in range(5):
         scope_end()
     assert len(spans_in(recording)) == 5

@@ -67,7 +67,7 @@ def until(reached, what="what was waited for"):
 def read(readings=3, nvml_ns=120 * MS, host_ns=None):
     '''The gauges after so many readings of the first GPU's memory.'''
     gauges = KeptGauges(Device(nvml_ns=nvml_ns, host_ns=host_ns))
-    gauges.prepare()
+    gauges.find_gauges()
     gauges.begin()
     until(lambda: len(values(gauges, "memory_used", 0)) >= readings, gauges.notes())
     gauges.stop()
@@ -159,7 +159,7 @@ FULL = """
 
 def begin(settings: Device, keep: Any = None) -> KeptGauges:
     gauges = KeptGauges(settings, keep)
-    gauges.prepare()
+    gauges.find_gauges()
     gauges.begin()
     return gauges
 
@@ -272,7 +272,7 @@ def test_a_gpu_that_falls_off_its_bus_is_named_once_and_the_others_are_read_on(r
         TWO + "1.util 40\n1.all 15 @2\n",
         """
         gauges = KeptGauges(Device(nvml_ns=20 * MS, host_ns=None))
-        gauges.prepare()
+        gauges.find_gauges()
         gauges.begin()
         until(lambda: gauges.notes() and len(values(gauges, "memory_used", 1)) > 6)
         gauges.stop()
@@ -316,7 +316,7 @@ def test_memory_stays_bounded_and_the_newest_samples_are_kept(run: Run) -> None:
         FULL,
         """
         gauges = KeptGauges(Device(nvml_ns=10 * MS, host_ns=None), slots=40)
-        gauges.prepare()
+        gauges.find_gauges()
         gauges.begin()
         until(lambda: gauges.losses())
         gauges.stop()
@@ -386,7 +386,7 @@ def test_numbers_follow_the_pci_bus_and_a_variable_that_is_set_late(run: Run) ->
         TWO,
         """
         gauges = KeptGauges(Device(nvml_ns=20 * MS, host_ns=None))
-        gauges.prepare()
+        gauges.find_gauges()
         gauges.begin()
         until(gauges.gpus)
         print([(gpu.device, gpu.uuid) for gpu in gauges.gpus()])
@@ -432,7 +432,7 @@ def test_one_line_names_the_reason_if_nvml_does_not_start(run: Run, code: int, r
         f"init {code}\n",
         """
         gauges = KeptGauges(Device())
-        gauges.prepare()
+        gauges.find_gauges()
         gauges.begin()
         until(lambda: not threads())
         print(*gauges.notes(), gauges.samples(0, 1 << 62), sep="\\n")
@@ -454,7 +454,7 @@ def profile_beside(_: Run) -> str:
 def test_a_driver_without_a_gpu_says_so(run: Run) -> None:
     program = """
         gauges = KeptGauges(Device(nvml_ns=20 * MS))
-        gauges.prepare()
+        gauges.find_gauges()
         gauges.begin()
         until(lambda: not threads())
         gauges.stop()
@@ -468,7 +468,7 @@ def test_a_driver_that_is_exchanged_while_it_runs_ends_the_reading(run: Run) -> 
         FULL + "\n0.all 18 @3\n",
         """
         gauges = KeptGauges(Device(nvml_ns=20 * MS))
-        gauges.prepare()
+        gauges.find_gauges()
         gauges.begin()
         until(lambda: not threads())
         print(len(values(gauges, "memory_used")), *gauges.notes())
@@ -485,7 +485,7 @@ def test_other_code_that_shuts_nvml_down_is_outlived(run: Run) -> None:
         """
         import pynvml
         gauges = KeptGauges(Device(nvml_ns=20 * MS))
-        gauges.prepare()
+        gauges.find_gauges()
         gauges.begin()
         until(lambda: values(gauges, "memory_used"))
         pynvml.nvmlShutdown()
@@ -505,7 +505,7 @@ def test_without_nvidias_bindings_a_driver_is_named_with_what_to_install(run: Ru
         """
         sys.modules["pynvml"] = None
         gauges = KeptGauges(Device())
-        gauges.prepare()
+        gauges.find_gauges()
         gauges.begin()
         print(threads(), *gauges.notes())
         """,
@@ -518,7 +518,7 @@ def test_bindings_that_are_too_old_are_named_with_what_to_install(run: Run, tmp_
     (tmp_path / "pynvml.py").write_text("def nvmlInit(): pass\n")
     program = """
         gauges = KeptGauges(Device())
-        gauges.prepare()
+        gauges.find_gauges()
         gauges.begin()
         print(threads(), *gauges.notes())
     """
@@ -765,22 +765,22 @@ def test_readings_that_another_process_writes_are_those_of_the_process() -> None
     add_samples(RECORDER.find_part_memory("samples"), [Sample("process_memory", HOST, 1, 5)])
     with closing(GaugePlace(RECORDER.memory_fd)) as place:
         assert place.acquire()
-        assert place.add([Sample("memory_used", 0, 3, 7), Sample("power", 0, 3, None)])
+        assert place.add_readings([Sample("memory_used", 0, 3, 7), Sample("power", 0, 3, None)])
         with closing(GaugePlace(RECORDER.memory_fd)) as other:
             assert not other.acquire()
             assert other.is_taken()
         add_samples(RECORDER.find_part_memory("samples"), [Sample("process_cpu", HOST, 2, 50.5)])
         with closing(Mapped(RECORDER.memory_fd)) as mapped:
             for reader in (mapped, RECORDER.make_reader()):
-                assert reader.samples() == [
+                assert reader.read_samples() == [
                     Sample("process_memory", HOST, 1, 5),
                     Sample("process_cpu", HOST, 2, 50.5),
                     Sample("memory_used", 0, 3, 7),
                     Sample("power", 0, 3, None),
                 ]
-                assert [one.at_ns for one in reader.samples(2)] == [2, 3, 3]
+                assert [one.at_ns for one in reader.read_samples(2)] == [2, 3, 3]
         RECORDER.begin_recording(1 << 20, {})
-        assert not place.add([Sample("memory_used", 0, 4, 7)]), "another session records there"
+        assert not place.add_readings([Sample("memory_used", 0, 4, 7)]), "another session records there"
 
 
 # -------------------------------------------------------------------- the thread
@@ -879,7 +879,7 @@ def test_a_child_of_a_process_that_hangs_in_the_driver_leaves_nvml_alone(run: Ru
             return []
         Nvml.read = hang
         gauges = KeptGauges(Device(nvml_ns=10 * MS, host_ns=10 * MS))
-        gauges.prepare()
+        gauges.find_gauges()
         gauges.begin()
         until(inside.is_set)
         child = os.fork()
@@ -926,7 +926,7 @@ def test_a_session_leaves_the_gauges_of_its_gpus_in_its_trace_file(run: Run, tmp
     read = {(sample.name, sample.device) for sample in trace.samples}
     assert {("utilization", 0), ("sm_active", 0), ("energy", 0), ("process_cpu", HOST), ("cores", HOST)} <= read
     assert (trace.notes, dict(trace.losses)) == ((), {})
-    lines = device(Recording.of_trace(trace), Options()).lines()
+    lines = device(Recording.from_trace(trace), Options()).lines()
     assert any(line.startswith("GPU 0         utilization           %") for line in lines)
     assert "GPU 0: NVIDIA H200, GPU-aaaa" in lines
 

@@ -326,7 +326,7 @@ class Drawing:
         return Trace(Origin(1, "paddle", 0, 0), 0, end_ns, self.spans)
 
     def recording(self, end_ns: int) -> Recording:
-        return Recording.of_trace(self.trace(end_ns))
+        return Recording.from_trace(self.trace(end_ns))
 
 
 def intervals(stream: int, start_ns: int, each_ns: Iterable[int], device: int = 2) -> tuple[DeviceInterval, ...]:
@@ -601,7 +601,7 @@ def test_paddles_kernels_are_sums_and_shares_of_the_sum_over_all_kernels() -> No
             at_ns += length_ns
     trace = Drawing().trace(at_ns)
     trace.kernels, trace.watched = made, (0, at_ns)
-    view = kernels(Recording.of_trace(trace), Options())
+    view = kernels(Recording.from_trace(trace), Options())
     assert view.total_ns == base_ns
     ours = []
     for use in view.kernels:
@@ -664,7 +664,7 @@ def test_paddles_mean_step_is_longer_than_its_longest_and_ours_is_between(
         5, round(4 * means["batch_cost"] * 1e9), *(f"{1e3 * float(one)}" for one in theirs["batch_cost"][1:])
     )
     for batch_ns in batches:
-        found.add(batch_ns, round(means["reader_cost"] * 1e9), None)
+        found.add_step(batch_ns, round(means["reader_cost"] * 1e9), None)
     loop = found.measure_loop_times()
     assert loop.batch is not None
     assert loop.rate is not None
@@ -808,7 +808,7 @@ def test_torchs_table_of_self_times_and_kernels() -> None:
 
 def test_the_copies_of_paddles_tree_and_the_use_of_its_device() -> None:
     text = (DOCUMENTS.parent / "paddle_synthetic_summary.txt").read_text(encoding="utf-8")
-    recording = Recording.of_trace(golden_trace())
+    recording = Recording.from_trace(golden_trace())
     (copy,) = copies(recording, Options()).calls
     shown = re.search(r"(?m)^GpuMemcpySync:GPU->CPU +(\d+) +(.*)$", text.split("Memory Manipulation")[1])
     assert shown is not None

@@ -31,7 +31,7 @@ class Clock:
     def second(self) -> list[str]:
         """Let a second pass; names of what is muted then."""
         self.now_ns += SECOND_NS
-        self.governor.step(self.now_ns)
+        self.governor.enforce_budget(self.now_ns)
         return [site.name for site in self.governor.muted]
 
 
@@ -52,19 +52,19 @@ def test_a_budget_may_be_changed_and_taken_back_and_is_looked_at_once_in_a_while
     budget = Budget(recorder, lambda: asked.append(None) or COSTS_NS)
     budget.change(None)
     called(function, 1_000)
-    budget.step()
+    budget.enforce_budget()
     assert (recorder.passes, budget.notes(), asked) == ({}, [], [])
     budget.change(1e-9)
-    budget.step()
+    budget.enforce_budget()
     assert {site.name for site in recorder.passes} == {"short"}
     called(function, 3)
     assert "3 calls were not recorded" in budget.notes()[0]
-    budget.release()
-    budget.step()  # too soon to look again
+    budget.unmute_all_sites()
+    budget.enforce_budget()  # too soon to look again
     assert recorder.passes == {}
     monkeypatch.setattr("instrument.recorder.governor.STEP_NS", 0)
     called(function, 1_000)
-    budget.step()
+    budget.enforce_budget()
     assert len(recorder.passes) == 1
     budget.change(None)
     assert (recorder.passes, budget.notes()) == ({}, [])
@@ -126,7 +126,7 @@ def test_release_and_reset_bring_everything_back(recorder: Any) -> None:
     clock = Clock(recorder, BUDGET)
     called(short, 20_000)
     assert clock.second() == ["short"]
-    clock.governor.release()
+    clock.governor.unmute_all_sites()
     short()
     assert recorder.tally().calls == 20_001
     recorder.reset()
@@ -257,17 +257,17 @@ def test_probes_that_cannot_be_detached_stay_muted_and_detached_ones_return_at_t
     for second in (1, 2):
         called(hot, 100_000)
         called(other, 90_000)
-        governor.step(second * SECOND_NS)
+        governor.enforce_budget(second * SECOND_NS)
     assert {site.name for site in governor.muted} == {"hot", "other"}
     assert detaching.off == {"other"}
-    governor.release()
+    governor.unmute_all_sites()
     assert (detaching.off, recorder.passes) == (set(), {})
 
 
 def test_more_calls_than_there_can_be_room_for_are_looked_at_soon(recorder: Any) -> None:
     function = recorder.wrap(lambda: None, Site("short"))
     governor = Governor(recorder, BUDGET, COSTS_NS, 0)
-    governor.step(SECOND_NS)
+    governor.enforce_budget(SECOND_NS)
     assert not governor.is_busy
     assert not governor.may_exceed_budget(SECOND_NS + SECOND_NS // 20)
     called(function, 1_000)
@@ -297,9 +297,9 @@ def test_a_functions_probe_is_detached_and_attached_again_under_all_its_names(
     assert vars(module)["hot"] is vars(other)["copied"] is recording
     attach_step()
     assert vars(module)["Engine"]().step() == 5
-    assert {row.path[-1].name for row in recorder.tally().rows()} == {"hot", "Engine.step"}
+    assert {row.path[-1].name for row in recorder.tally().iterate_totals()} == {"hot", "Engine.step"}
     attach = selection.detach(site)
-    selection.undo()
+    selection.detach_all()
     attach()  # too late: it is nobody's any more
     assert vars(module)["hot"] is vars(other)["copied"] is bare
     assert selection.detach(Site("never seen")) is None
@@ -380,7 +380,7 @@ def test_every_probe_is_muted_where_its_thread_is_over_the_budget_counted_and_co
     assert clock.second() == []
     use()
     assert recorder.tally().calls == 11_501
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}
 
 
 def test_requests_and_steps_are_recorded_over_the_budget_and_named(recorder: Any) -> None:
@@ -392,7 +392,7 @@ def test_requests_and_steps_are_recorded_over_the_budget_and_named(recorder: Any
     called(step, 20_000)
     assert clock.second() == ["inside"]
     assert recorder.tally().calls == 60_000
-    notes = clock.governor.describe_exceptions()
+    notes = clock.governor.describe_unrecorded()
     assert [note.partition(":")[0] for note in notes] == ["request (request)", "step (step)"]
     assert (
         "its spans cost 0.2 % of a thread's time, of the budget of 0.1 % of each thread's time; requests are"
@@ -473,7 +473,7 @@ def test_a_generator_that_goes_on_for_ever_is_seen_by_its_steps_and_goes_on_with
     (note,) = clock.governor.notes()
     assert note.startswith("endless (user): 1 generators went on without their span, to stay within the budget")
     endless.close()
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}
 
 
 def test_a_site_that_has_to_be_muted_again_soon_waits_longer_each_time(recorder: Any) -> None:

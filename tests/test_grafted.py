@@ -43,7 +43,7 @@ from instrument.trace.ledger import compute_ledger
 from instrument.trace.merge import merge_recordings
 from instrument.trace.request_trees import build_request_trees, join_request_trees, make_trace_id_of_key
 from instrument.trace.stages import make_stage_spans
-from instrument.trace.trace import Trace, columns_of_spans, spans_of
+from instrument.trace.trace import Trace, columns_of_spans, make_spans
 
 
 def trees(spans: list[Span], run: str = "") -> dict[int, tuple[int, int]]:
@@ -379,7 +379,7 @@ def test_otlp_has_one_trace_for_each_request_over_all_processes_with_links_from_
 def test_links_of_a_batch_are_what_a_collector_reads() -> None:
     trace = columns_of_spans(engine())
     joined = join_requests(trace)
-    spans, ids = spans_of(build_request_trees(trace, joined)), Ids()
+    spans, ids = make_spans(build_request_trees(trace, joined)), Ids()
     for row, its in linked_requests(trace, joined, ids).items():
         spans[row].links = its
     packed = messages_of(spans, ids, Origin(1, "", 0, 10**18))
@@ -415,7 +415,7 @@ def test_the_processes_of_a_random_engine_have_each_span_once_in_one_tree_for_ea
     traces: dict[int, set[int]] = {}
     for span in found:
         assert not span.parent_id or span.parent_id in told, "no orphans"
-        traces.setdefault(ids.ids_of_root(replace(span, span_id=span.root_id))[0], set()).add(span.root_id)
+        traces.setdefault(ids.make_root_ids(replace(span, span_id=span.root_id))[0], set()).add(span.root_id)
     requests = {int(columns.span_id[row]) for row in joined.rows}
     assert all(len(roots) == 1 for roots in traces.values() if roots & requests), "a trace for each request"
     for span in found:
@@ -434,5 +434,5 @@ def test_a_request_within_another_one_is_linked_to_where_it_began() -> None:
     found = {span.site.name: span for span in its}
     ids = Ids()
     [link] = links_of(found["worker.handle"], ids)
-    assert link[:2] == (ids.ids_of_root(found["tokenise"])[0], ids.span_id(found["tokenise"].span_id))
+    assert link[:2] == (ids.make_root_ids(found["tokenise"])[0], ids.span_id(found["tokenise"].span_id))
     assert links_of(found["POST /chat"], ids) == []

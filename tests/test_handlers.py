@@ -391,9 +391,9 @@ def test_a_window_that_is_kept_reports_the_same_when_its_session_has_ended_and_a
 
 def test_windows_that_nobody_keeps_are_never_made_into_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    real = Recorded.trace_of
+    real = Recorded.make_stretch_trace
     monkeypatch.setattr(
-        "instrument.sessions.recorded.Recorded.trace_of",
+        "instrument.sessions.recorded.Recorded.make_stretch_trace",
         lambda recorded, stretch: (made.append(stretch.window), real(recorded, stretch))[1],
     )
     with Profiler(schedule=schedule(record=1), on_trace_ready=lambda window: None) as profiler:

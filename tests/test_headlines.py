@@ -72,7 +72,7 @@ def spans_of(requests: int, pieces: list[Piece], stretch: float = 1.0) -> Iterat
 def made(spans: list[Span], **facts: Any) -> Brief:
     assign_self_times(spans)
     end_ns = max(each.end_ns for each in spans)
-    return brief(Recording.of_trace(Trace(Origin(7, "shop", 0, 0, "native"), 0, end_ns, spans, **facts)), Options())
+    return brief(Recording.from_trace(Trace(Origin(7, "shop", 0, 0, "native"), 0, end_ns, spans, **facts)), Options())
 
 
 def sentences(spans: list[Span]) -> list[str]:
@@ -174,7 +174,7 @@ def test_steps_have_a_sentence_on_their_largest_phase_where_there_is_no_request(
 
 
 def test_a_simulated_engine_is_described_by_the_numbers_of_its_table() -> None:
-    shown = brief(Recording.of_trace(Service(1, a_second=90.0).run()), Options())
+    shown = brief(Recording.from_trace(Service(1, a_second=90.0).run()), Options())
     endpoint, first = shown.requests.endpoints[0], shown.headlines[0]
     ratios = {part.name: part.ratio for part in endpoint.phases}
     assert (first.part, first.ratio) == ("share of batches", pytest.approx(ratios["share of batches"]))
@@ -186,10 +186,10 @@ def test_a_simulated_engine_is_described_by_the_numbers_of_its_table() -> None:
 
 def test_the_first_sentence_names_the_cause_of_the_slowest_request_where_it_is_certain() -> None:
     trace, key, _ = Lives(3, "garbage collection", requests=170).planted()
-    headline = brief(Recording.of_trace(trace), Options()).headlines[0]
+    headline = brief(Recording.from_trace(trace), Options()).headlines[0]
     assert headline.part == "garbage collection"
     assert headline.text.startswith(f"POST /generate {key} took ")
-    plain = Recording.of_trace(Lives(3, requests=170).run()[0])
+    plain = Recording.from_trace(Lives(3, requests=170).run()[0])
     assert not any("is typical" in headline.text for headline in brief(plain, Options()).headlines)
 
 

@@ -58,7 +58,7 @@ def raised_in_request(recorder: Any, error: BaseException) -> tuple[Any, Any, li
 
 
 def errors_counted(recorder: Any) -> int:
-    return sum(row.totals.errors for row in recorder.tally().rows())
+    return sum(row.totals.errors for row in recorder.tally().iterate_totals())
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_an_interrupted_span_has_not_failed_and_has_an_outcome(
     (span,) = spans_in(recorder)
     assert span.error == (None if outcome else type(error).__name__)
     assert span.attributes == ({"tenant": "x"} if way == "scope" else {}) | ({OUTCOME: outcome} if outcome else {})
-    (row,) = [row for row in recorder.tally().rows() if row.path]
+    (row,) = [row for row in recorder.tally().iterate_totals() if row.path]
     assert (row.totals.errors, row.totals.cancelled) == (not outcome, kind == "request" and bool(outcome))
 
 

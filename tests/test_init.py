@@ -25,7 +25,7 @@ from server_programs import answers
 
 from instrument import chrome
 from instrument.instrumentors.argument_watch import DIGESTS, LOOKS, ArgumentWatch, SeenPath
-from instrument.instrumentors.known_packages import MADE_FOR, presets_for
+from instrument.instrumentors.known_packages import MADE_FOR, find_presets
 from instrument.profile.keys import loads
 from instrument.profile.presets import PRESETS
 from instrument.proposal.first_profile import (
@@ -534,7 +534,7 @@ def test_a_loop_with_backward_passes_and_no_requests_gets_the_preset_for_trainin
 
 def test_a_preset_that_is_made_for_a_package_is_named_where_that_is_imported() -> None:
     assert set(PRESETS) - {"serving", "training"} == set(MADE_FOR.values())
-    assert presets_for(["fastapi", "uvicorn", "vllm"]) == [("vllm", "vllm")]  # which is made of the others
+    assert find_presets(["fastapi", "uvicorn", "vllm"]) == [("vllm", "vllm")]  # which is made of the others
 
 
 def test_names_of_the_service_are_data_in_the_profile_that_is_written() -> None:

@@ -82,7 +82,7 @@ def test_an_interruption_is_an_event_of_what_it_hit_and_adds_nothing(agent: str,
     spans = document["resourceSpans"][0]["scopeSpans"][0]["spans"]
     assert {span["name"]: {event["name"] for event in span.get("events", ())} for span in spans} == EVENTS
 
-    recording = Recording.of_saved(file.load(tmp_path / "shop.npz"))
+    recording = Recording.from_file(file.load(tmp_path / "shop.npz"))
     trace = recording.columns
     interrupts = trace.are_of_sites(list(map(is_interruption, trace.sites)))
     assert int(interrupts.sum()) >= 3
@@ -108,9 +108,9 @@ def test_interruptions_in_a_file_hit_what_they_hit_live(seed: int) -> None:
     is_one = trace.are_of_sites(list(map(is_interruption, trace.sites)))
     found = find_interruptions(trace, np.flatnonzero(~is_one), trace.select(is_one))
     live = Interruptions()
-    live.attach(trace.select(is_one))  # as those of a moment before
-    _, hits = live.attach(trace.select(~is_one))
-    _, at_once = Interruptions().attach(trace)
+    live.attach_to_spans(trace.select(is_one))  # as those of a moment before
+    _, hits = live.attach_to_spans(trace.select(~is_one))
+    _, at_once = Interruptions().attach_to_spans(trace)
     assert ids_by_row(at_once) == ids_by_row(found)
     rows = np.flatnonzero(~is_one)
     assert {int(rows[row]): its for row, its in ids_by_row(hits).items()} == ids_by_row(found)

@@ -27,7 +27,7 @@ from instrument.recording.metrics import QUEUE_TIME
 from instrument.recording.spans import TIME_IN_QUEUE, Span
 from instrument.sessions.session import Session
 from instrument.trace import file
-from instrument.trace.trace import spans_of
+from instrument.trace.trace import make_spans
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 TRACEPARENT = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -339,7 +339,7 @@ def test_tasks_of_a_worker_of_celery_are_requests_in_their_callers_trace(
     output = (tmp_path / "log").read_text()
     assert "exit code 155" not in output  # the end of a recycled child; a new one may be killed as the pool ends
     traces = [file.load(path).trace for path in sorted((tmp_path / "traces").glob("*.npz"))]
-    jobs = [span for trace in traces for span in spans_of(trace.columns) if span.site.kind == "request"]
+    jobs = [span for trace in traces for span in make_spans(trace.columns) if span.site.kind == "request"]
     assert {trace_of(span) for span in jobs} == {TRACE}
     errors = sorted((span.site.name, span.error or "") for span in jobs)
     assert errors == [

@@ -214,8 +214,8 @@ def test_hooks_run_in_the_same_order_and_outside_of_the_span(recorder: Recorder,
     def order(model: Any) -> list[str]:
         events: list[str] = []
         head = model.head
-        head.register_forward_pre_hook(lambda *_: events.append(f"before {recorder.current_id() > 0}"))
-        head.register_forward_hook(lambda *_: events.append(f"after {recorder.current_id() > 0}"))
+        head.register_forward_pre_hook(lambda *_: events.append(f"before {recorder.current_span_id() > 0}"))
+        head.register_forward_hook(lambda *_: events.append(f"after {recorder.current_span_id() > 0}"))
         head.register_full_backward_pre_hook(lambda *_: events.append("back before"))
         head.register_full_backward_hook(lambda *_: events.append("back after"))
         x = X.clone().requires_grad_()
@@ -466,7 +466,7 @@ print([(site.name, site.instance, dict(site.attributes)) for site in calls_by_si
 RECORDER.on = False
 from torch._dynamo.eval_frame import OptimizedModule
 assert hasattr(OptimizedModule.__call__, "__wrapped__")
-selection.undo()
+selection.detach_all()
 assert not hasattr(OptimizedModule.__call__, "__wrapped__")
 """
 

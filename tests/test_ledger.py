@@ -19,7 +19,7 @@ from trees import queue_times
 from instrument.recording.spans import BATCH_KEYS, BATCH_WEIGHTS, KEY, DeviceInterval, Site, Span
 from instrument.trace.columns import Columns
 from instrument.trace.joined import Joined, join_requests
-from instrument.trace.ledger import compute_device_ledger, compute_ledger, list_moments
+from instrument.trace.ledger import compute_device_ledger, compute_ledger, list_turns
 from instrument.trace.stages import find_stages
 from instrument.trace.trace import columns_of_spans
 
@@ -264,7 +264,7 @@ def test_a_batch_within_another_one_gives_out_its_time_and_the_outer_one_the_res
     assert times[3] == {"queue": 10, "waiting in batches": 104, "unknown": 16}
     trace = columns_of_spans(spans)
     joined = join_requests(trace)
-    assert [(one.row, one.end_ns - one.start_ns) for one in list_moments(trace, joined, 0) if one.row != -1] == [
+    assert [(one.row, one.end_ns - one.start_ns) for one in list_turns(trace, joined, 0) if one.row != -1] == [
         (3, 25),
         (4, 50),
         (3, 29),
@@ -568,7 +568,7 @@ def test_the_parts_of_each_request_are_those_of_a_look_at_every_nanosecond(seed:
     for place, row in enumerate(joined.rows.tolist()):
         assert found.times_of_request(place) == reference(trace, joined, place)
         assert sum(found.times_of_request(place).values()) == int(trace.total_ns[row])
-        moments = list_moments(trace, joined, place)
+        moments = list_turns(trace, joined, place)
         edges = [int(trace.start_ns[row]), *(edge for one in moments for edge in one[1:3]), int(trace.end_ns[row])]
         assert edges[::2] == edges[1::2]  # from its begin to its end, without a gap
         spent = Counter[str]()

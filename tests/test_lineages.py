@@ -172,7 +172,7 @@ def test_everything_comes_back_and_later_classes_are_left_alone(
     selection = Selection(loads(rules('"routes:Route.handle+"'), environ={}), recorder)
     selection.attach()
     assert "__init_subclass__" in vars(module.Route)
-    selection.undo()
+    selection.detach_all()
     assert {name: dict(vars(kind)) for name, kind in vars(module).items() if isinstance(kind, type)} == before
     assert routes("later").Own().handle(1) == -1
     assert spans_in(recorder) == []

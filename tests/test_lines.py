@@ -69,7 +69,7 @@ def test_lines_of_a_group_add_up_exactly(tally: Tally, group_of: list[int]) -> N
     found = tally.made()
     assert sum(len(found.lines_of_thread(thread)) for thread in found.threads) == len(found)
     expected = [Totals() for _ in range(5)]
-    for row in found.rows():
+    for row in found.iterate_totals():
         if group_of[row.totals.node] >= 0:
             expected[group_of[row.totals.node]].merge(Totals(**{name: getattr(row.totals, name) for name in NAMES}))
     by_group, group_of_line = found.sum_by_group(np.array(group_of), 5), np.array(group_of)[found.lines["node"]]
@@ -114,7 +114,7 @@ def test_sites_of_the_same_place_are_one_path_and_keep_all_their_nodes() -> None
     assert list(located.places) == [0, 0, 2, 2, 4]
     assert list(located.parents) == [NOT_BELOW, NOT_BELOW, 0, 0, 2]
     assert list(located.site_of) == [0, 1, 2, 2, 1]
-    assert list(tree.first_site_by_key()) == [0, 0, 2]
+    assert list(tree.number_sites_by_key()) == [0, 0, 2]
 
 
 def test_the_verdict_on_a_site_is_requested_once() -> None:
@@ -145,15 +145,15 @@ def test_a_nested_question_about_a_site_has_the_same_answer() -> None:
             tree.number_sites(say)
             tree.map_sites(say)
             extend(tree, Site("b"), NOT_BELOW)
-            tree.first_site_by_key()
+            tree.number_sites_by_key()
         return site.name
 
     tree.number_sites(say)
     extend(alone, Site("b"), NOT_BELOW)
     assert tree.number_sites(say) == alone.number_sites(say) == array("i", [0, 1, 0, 1])
     assert tree.map_sites(say) == list("abab")
-    assert (tree.first_site_by_key(), tree.merge_equal_paths()) == (
-        alone.first_site_by_key(),
+    assert (tree.number_sites_by_key(), tree.merge_equal_paths()) == (
+        alone.number_sites_by_key(),
         alone.merge_equal_paths(),
     )
     assert list(tree.merge_equal_paths().places) == [0, 1, 0, 1]

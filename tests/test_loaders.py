@@ -254,7 +254,7 @@ def select(recorder: Recorder) -> Iterator[Callable[[], Selection]]:
 
     yield attach
     for selection in made:
-        selection.undo()
+        selection.detach_all()
 
 
 def test_every_dataloader_of_torch_records_by_the_class_of_its_data(

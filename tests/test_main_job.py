@@ -237,7 +237,7 @@ def shown(value: float) -> str:
 def test_each_instant_of_a_request_has_its_phase_and_the_engine_had_begun_with_it_when_it_left_the_queue(
     run: Run,
 ) -> None:
-    view = requests(Recording.of_trace(run.trace), Options())
+    view = requests(Recording.from_trace(run.trace), Options())
     (endpoint,) = view.endpoints
     assert (endpoint.name, endpoint.requests, endpoint.errors) == ("POST /generate", REQUESTS, 0)
     phases = {phase.name: phase for phase in endpoint.phases}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from instrument.runtime.main_module import plan_name_reports
+from instrument.runtime.main_module import plan_report_lines
 
 PROGRAM = '''\
 """What the program says of itself."""
@@ -215,7 +215,7 @@ def test_a_spawned_child_that_starts_a_session_late_records_by_the_names_of_its_
             session = instrument.start("own.yaml")
             serve()
             helper()
-            queue.put(sorted(row.path[-1].name for row in session.tally().rows()))
+            queue.put(sorted(row.path[-1].name for row in session.tally().iterate_totals()))
         def helper(): serve()
         if __name__ == "__main__":
             context = multiprocessing.get_context("spawn")
@@ -292,7 +292,7 @@ def test_check_without_a_command_says_how_the_program_is_checked() -> None:
     ],
 )
 def test_new_names_are_reported_right_before_what_may_call_them(source: str, stops: set[int], last: int) -> None:
-    plan = plan_name_reports(ast.parse(source))
+    plan = plan_report_lines(ast.parse(source))
     assert (set(plan.stops), plan.last) == (stops, last)
 
 

@@ -100,7 +100,7 @@ def read(recorder: Any) -> Mapped:
 
 
 def ids_of(mapped: Mapped) -> list[int]:
-    return sorted(int(span_id) for ring in mapped.rows() for span_id in ring.rows["span_id"])
+    return sorted(int(span_id) for ring in mapped.read_rows() for span_id in ring.rows["span_id"])
 
 
 # -------------------------------------------------------------------- layout
@@ -167,14 +167,14 @@ def test_another_reads_the_totals_rows_and_threads_that_the_process_itself_knows
     mapped = read(recorder)
     assert lines(mapped.tally()) == lines(recorder.tally())
     assert mapped.tally().threads == recorder.tally().threads
-    assert mapped.threads() == recorder.threads()
+    assert mapped.read_thread_names() == recorder.read_thread_names()
     rows = {row[1]: row for row in rows_in(recorder)}
     assert ids_of(mapped) == sorted(rows)
     tree = mapped.read_tree()
-    for ring in mapped.rows():
+    for ring in mapped.read_rows():
         for row in ring.rows:
             known = rows[int(row["span_id"])]
-            assert tree.site(int(row["node"])).key == recorder.site_of(known).key
+            assert tree.site(int(row["node"])).key == recorder.find_site(known).key
             assert [int(row[name]) for name in ("parent_id", "root_id", "start_ns", "end_ns", "children_ns")] == [
                 known[2], known[3], known[5], known[6], known[7]
             ]  # fmt: skip
@@ -215,7 +215,7 @@ def test_a_site_that_is_first_recorded_during_a_read_is_read_with_its_name(
 
     recorder.wrap(lambda: None, Site("late"))()
     monkeypatch.setattr(Mapped, "_read_head", head_of_before)
-    reads = {"facts": mapped.sites, "rows": mapped.rows}
+    reads = {"facts": mapped.sites, "rows": mapped.read_rows}
     found: dict[str, Any] = {name: reads[name]() for name in sorted(reads, key=part.__ne__)}
     assert [(len(ring.rows), ring.missed) for ring in found["rows"]] == [(1, 0)]
     assert "late" in {site.name for site in found["facts"]}
@@ -226,15 +226,15 @@ def test_device_intervals_are_read_as_far_as_their_ring_holds_them(recorder: Any
         IntervalRing(64 * INTERVALS.itemsize, partial(recorder.find_part_memory, "intervals")),
         read(recorder),
     )
-    assert len(mapped.intervals()) == 0
+    assert len(mapped.read_intervals()) == 0
     for number in range(1, 300):
         intervals.add_all([(number, 1, 1 << 40, 1000 * number, 1000 * number + 5, "overlapped", 7)])
-        found = mapped.intervals()
+        found = mapped.read_intervals()
         # The slot that is written next is left out, for another process cannot know whether that has begun.
         assert found["span_id"].tolist() == list(range(max(number - 62, 1), number + 1))
     assert found[-1].tolist() == (299, 1, 1 << 40, 299_000, 299_005, LABELS.index("overlapped"), 7)
     recorder.reset()
-    assert len(mapped.intervals()) == 0
+    assert len(mapped.read_intervals()) == 0
 
 
 def test_it_is_said_up_to_when_device_times_are_known(recorder: Any) -> None:
@@ -243,7 +243,7 @@ def test_it_is_said_up_to_when_device_times_are_known(recorder: Any) -> None:
         read(recorder),
     )
     assert mapped.settled_ns() == 0
-    intervals.publish_settled_ns(1 << 40)
+    intervals.publish_settled_time(1 << 40)
     assert mapped.settled_ns() == 1 << 40
     recorder.reset()
     assert mapped.settled_ns() == 0
@@ -304,7 +304,7 @@ def test_readings_of_gauges_are_read_as_far_as_their_ring_holds_them(recorder: A
     told = [Sample("power", 0, at_ns, at_ns / 8) for at_ns in range(1, memory_layout.MOST_SAMPLES + 10)]
     told.append(Sample("temperature", 3, 1 << 40, None))
     add_samples(recorder.find_part_memory("samples"), told)
-    assert mapped.samples() == told[-memory_layout.MOST_SAMPLES + 1 :]
+    assert mapped.read_samples() == told[-memory_layout.MOST_SAMPLES + 1 :]
 
 
 def test_open_spans_are_named_with_their_parents_threads_and_begins(recorder: Any) -> None:
@@ -454,7 +454,7 @@ def test_a_reader_goes_on_where_it_stood_and_counts_what_was_overwritten(make_re
     for count in (10, 100, 255, 5000, 3, 0, 1):
         for _ in range(count):
             function()
-        for ring in mapped.rows(heads):
+        for ring in mapped.read_rows(heads):
             heads[ring.ring] = ring.head
             seen.update(ring.rows["span_id"].tolist())
             missed += ring.missed
@@ -474,10 +474,10 @@ def test_only_the_generation_after_a_reset_is_reported(recorder: Any) -> None:
         recorder.reset()
         recorder.wrap(lambda: None, Site("after"))()
         assert mapped.header.generation == first + 1
-        assert [row.path[-1].name for row in mapped.tally().rows()] == ["after"]
-        assert sum(len(ring.rows) for ring in mapped.rows()) == 1
+        assert [row.path[-1].name for row in mapped.tally().iterate_totals()] == ["after"]
+        assert sum(len(ring.rows) for ring in mapped.read_rows()) == 1
     assert [site.name for site in mapped.sites()].count("before") == 0
-    assert sorted(row.path[-1].name for row in mapped.tally().rows()) == ["after", "open"]
+    assert sorted(row.path[-1].name for row in mapped.tally().iterate_totals()) == ["after", "open"]
 
 
 def test_threads_that_have_ended_and_were_given_up_stay_counted(make_recorder: Any) -> None:
@@ -490,9 +490,9 @@ def test_threads_that_have_ended_and_were_given_up_stay_counted(make_recorder: A
         thread.start()
         thread.join()
     mapped = read(recorder)
-    assert sum(row.totals.calls for row in mapped.tally().rows()) == 60
+    assert sum(row.totals.calls for row in mapped.tally().iterate_totals()) == 60
     assert recorder.ended_rows > 0
-    assert sum(len(ring.rows) for ring in mapped.rows()) + recorder.ended_rows == 60
+    assert sum(len(ring.rows) for ring in mapped.read_rows()) + recorder.ended_rows == 60
 
 
 def test_totals_that_change_hands_while_they_are_read_are_read_again(
@@ -524,7 +524,10 @@ def test_totals_that_change_hands_while_they_are_read_are_read_again(
 
 def metered(mapped: Mapped) -> list[str]:
     facts = ExportFacts(Ids((1, 2, 3)), {}, Capture(), 100, MeteredFacts(0))
-    return [row.path[-1].name for row in RecordingReader(mapped, Progress(), facts).read_totals(merged=True).rows()]
+    return [
+        row.path[-1].name
+        for row in RecordingReader(mapped, Progress(), facts).read_totals(merged=True).iterate_totals()
+    ]
 
 
 READS = {
@@ -574,7 +577,7 @@ def test_rings_of_threads_that_come_and_go_are_all_readable(recorder: Any) -> No
     for event, thread in zip(held, staying, strict=True):
         event.set()
         thread.join()
-    rings = mapped.rows()
+    rings = mapped.read_rows()
     assert sum(len(ring.rows) for ring in rings) == sum(ring.head for ring in rings) == 203 - recorder.ended_rows
     assert "rows that only the process itself could read" not in mapped.losses()
 
@@ -595,7 +598,9 @@ def test_frames_in_private_memory_for_want_of_room_are_counted(recorder: Any) ->
     assert mapped.losses()["frames that only the process itself could read"] >= 100
     for scope in reversed(scopes):
         scope.__exit__(None, None, None)
-    assert sum(row.totals.calls for row in mapped.tally().rows() if row.path[-1].name == "many") == len(scopes)
+    assert sum(row.totals.calls for row in mapped.tally().iterate_totals() if row.path[-1].name == "many") == len(
+        scopes
+    )
 
 
 def test_a_recording_says_whose_it_is_and_whether_its_session_ended_in_order(recorder: Any) -> None:
@@ -717,7 +722,7 @@ def test_a_forked_child_records_into_a_memory_of_its_own(recorder: Any) -> None:
         mapped = read(recorder)
         return (
             os.fstat(recorder.memory_fd).st_ino != before, mapped.header.pid == os.getpid(), mapped.header.state,
-            [(row.path[-1].name, row.totals.calls) for row in mapped.tally().rows()], len(ids_of(mapped)),
+            [(row.path[-1].name, row.totals.calls) for row in mapped.tally().iterate_totals()], len(ids_of(mapped)),
         )  # fmt: skip
 
     with recorder.scope("around the fork"):
@@ -771,7 +776,7 @@ def _fork_in_a_storm(recorder: Any, forks: int) -> None:
             thread.join()
     mapped = read(recorder)
     assert sorted(lines(mapped.tally())) == sorted(lines(recorder.tally()))  # threads may come in another order
-    assert sum(row.totals.calls for row in mapped.tally().rows()) == sum(calls)
+    assert sum(row.totals.calls for row in mapped.tally().iterate_totals()) == sum(calls)
     assert mapped.open_spans() == []
 
 
@@ -816,7 +821,7 @@ def test_a_file_outlives_its_process_and_goes_with_an_orderly_end(make_recorder:
     with Path(path).open("rb") as file:
         mapped = Mapped(file.fileno())
     assert (mapped.header.state, mapped.header.service) == ("running", "in a file")
-    assert [(row.path[-1].name, row.totals.calls) for row in mapped.tally().rows()] == [("f", 10)]
+    assert [(row.path[-1].name, row.totals.calls) for row in mapped.tally().iterate_totals()] == [("f", 10)]
     assert [span.site.name for span in mapped.open_spans()] == ["open at the end"]
     mapped.close()
 
@@ -826,7 +831,9 @@ def test_a_file_outlives_its_process_and_goes_with_an_orderly_end(make_recorder:
         recorder.write_goodbye()
         recorder.begin_recording(1 << 16, {}, "")  # as another session would
         recorder.wrap(lambda: None, Site("g"))()
-        return [str(one) for one in folder.iterdir()], [row.path[-1].name for row in read(recorder).tally().rows()]
+        return [str(one) for one in folder.iterdir()], [
+            row.path[-1].name for row in read(recorder).tally().iterate_totals()
+        ]
 
     assert in_child(orderly) == ([path], ["g"])
 
@@ -863,7 +870,7 @@ def test_a_forked_child_has_a_file_of_its_own(make_recorder: Any, tmp_path: Path
         def child() -> Any:
             recorder.after_fork_in_child()
             recorder.wrap(lambda: None, Site("f"))()
-            return recorder.memory_path, [row.totals.calls for row in read(recorder).tally().rows()]
+            return recorder.memory_path, [row.totals.calls for row in read(recorder).tally().iterate_totals()]
 
         path, calls = in_child(child)
         return recorder.no_memory, path != recorder.memory_path, calls, len(list(tmp_path.iterdir()))
@@ -956,8 +963,8 @@ def _is_whole(mapped: Mapped, unfinished: int) -> None:
     header = mapped.header
     assert (header.state, header.service) == ("running", "victim")
     tally, losses = mapped.tally(), mapped.losses()
-    calls = sum(row.totals.calls for row in tally.rows())
-    rings = [ring for ring in mapped.rows() if ring.thread_id]
+    calls = sum(row.totals.calls for row in tally.iterate_totals())
+    rings = [ring for ring in mapped.read_rows() if ring.thread_id]
     heads, held = sum(ring.head for ring in rings), sum(len(ring.rows) for ring in rings)
     assert 0 <= heads - calls <= unfinished
     assert held >= 0.999 * (heads - losses.get("spans overwritten by newer ones", 0)) - len(rings)
@@ -999,14 +1006,14 @@ def test_rings_that_claim_more_rows_than_there_is_room_for_are_not_read_again_an
     found = next(one for one in Mapped(fd)._read_rings() if one.capacity)
     ring = bytearray(os.pread(fd, stride, offset + found.slot * stride))
     inner = int(Mapped(fd)._object_bytes)
-    before = sum(len(one.rows) for one in Mapped(fd).rows())
+    before = sum(len(one.rows) for one in Mapped(fd).read_rows())
     for number in range(4, slots):
         struct.pack_into("<Q", ring, inner + memory_layout.RING.fields["number"][0], 100 + number)
         os.pwrite(fd, ring, offset + number * stride)
     os.pwrite(fd, struct.pack("<Q", slots), table + memory_layout.PART.fields["used"][0])
     parts, _ = memory_layout.plan_parts(1 << 26, is_sparse=True)
     times = parts["rows"].slots // found.capacity
-    assert before < sum(len(one.rows) for one in Mapped(fd).rows()) <= before * times < before * slots / 4
+    assert before < sum(len(one.rows) for one in Mapped(fd).read_rows()) <= before * times < before * slots / 4
     os.close(fd)
 
 
@@ -1067,7 +1074,7 @@ def test_pages_ahead_of_a_thread_are_there_before_it_comes_to_them() -> None:
         for thread in threads:
             thread.join()
     assert recorder.touch_ahead(1 << 30) < recorder.rings()[0].capacity * 64 * len(recorder.rings())
-    assert sum(row.totals.calls for row in read(recorder).tally().rows()) == 7
+    assert sum(row.totals.calls for row in read(recorder).tally().iterate_totals()) == 7
 
 
 def test_the_recorder_records_without_shared_memory_and_names_the_reason(

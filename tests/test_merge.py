@@ -72,7 +72,7 @@ def test_merged_spans_of_two_processes_keep_their_parents(one: Trace, other: Tra
     ]  # fmt: skip
     assert told(without_devices[0]) == told(without_devices[1]) + told(without_devices[2])
     assert len({span.span_id for span in spans}) == len(one.spans) + len(other.spans)
-    assert found.tally_or_count().calls == len(one.spans) + len(other.spans)
+    assert found.read_or_count_totals().calls == len(one.spans) + len(other.spans)
     assert sum(len(span.device) for span in spans) == sum(len(span.device) for span in [*one.spans, *other.spans])
     starts = found.trace.columns.start_ns
     assert (starts[1:] >= starts[:-1]).all()
@@ -132,7 +132,9 @@ def test_threads_of_one_number_stay_apart_by_process_and_bear_its_name() -> None
     found = merge_recordings([saved(trace_with(span(1, 0, 5)), pid=pid) for pid in (1, 2)]).saved
     assert len(set(found.trace.columns.thread_id.tolist())) == 2
     assert set(found.trace.threads.values()) == {"shop 1 MainThread", "shop 2 MainThread"}
-    assert {row.thread_id for row in found.tally_or_count().rows()} == set(found.trace.columns.thread_id.tolist())
+    assert {row.thread_id for row in found.read_or_count_totals().iterate_totals()} == set(
+        found.trace.columns.thread_id.tolist()
+    )
 
 
 def test_sites_that_mean_one_place_are_one_with_the_attributes_that_they_share() -> None:
@@ -141,7 +143,7 @@ def test_sites_that_mean_one_place_are_one_with_the_attributes_that_they_share()
         [saved(trace_with(span(1, 0, 5, site=site)), pid=1 + at) for at, site in enumerate(sites)]
     ).saved
     assert [(site.name, site.attributes) for site in found.trace.columns.sites] == [("all_reduce", (("op", "sum"),))]
-    assert {row.path for row in found.tally_or_count().rows()} == {(found.trace.columns.sites[0],)}
+    assert {row.path for row in found.read_or_count_totals().iterate_totals()} == {(found.trace.columns.sites[0],)}
 
 
 @pytest.mark.parametrize(("uuids", "devices"), [(("GPU-a", "GPU-a"), 1), (("GPU-a", "GPU-b"), 2), ((None, None), 2)])
@@ -171,7 +173,7 @@ def test_a_link_to_a_span_follows_its_number_and_a_link_to_nothing_goes_nowhere(
 def test_totals_of_overlapping_files_of_a_process_count_a_call_once() -> None:
     early, late = trace_with(span(1, 0, 5), span(2, 6, 9)), trace_with(span(2, 6, 9), span(3, 10, 12))
     files = [saved(replace(early, end_ns=9)), saved(replace(late, start_ns=6))]
-    assert merge_recordings(files).saved.tally_or_count().calls == 3
+    assert merge_recordings(files).saved.read_or_count_totals().calls == 3
 
 
 def test_machines_are_refused_unless_their_wall_clocks_are_asked_for() -> None:
@@ -307,7 +309,10 @@ def test_a_merged_trace_is_saved_and_read_back_in_both_forms(tmp_path: Path) -> 
 def numbers(files: list[Saved]) -> dict[str, Any]:
     """Return the numbers of files as one."""
     found = merge_recordings(files).saved
-    rows = Counter((tuple(site.key for site in row.path), row.totals.calls) for row in found.tally_or_count().rows())
+    rows = Counter(
+        (tuple(site.key for site in row.path), row.totals.calls)
+        for row in found.read_or_count_totals().iterate_totals()
+    )
     return {
         "spans": told(found.trace.spans),
         "calls": rows,
@@ -489,7 +494,7 @@ def test_the_record_of_torch_profiler_stays_with_its_process_in_a_merge() -> Non
     parts = [Trace(Origin(1, "shop", 0, 0), 0, 100, [theirs]), Trace(Origin(2, "shop", 0, 0), 0, 100, [ours], **seen)]
     gpus = [[Gpu(0, "H200", f"GPU-{number}")] for number in range(2)]
     files = [saved(replace(one, gpus=its), pid=pid) for pid, (one, its) in enumerate(zip(parts, gpus, strict=True))]
-    recording = Recording.of_saved(merge_recordings(files).saved)
+    recording = Recording.from_file(merge_recordings(files).saved)
     (device,) = (gpu.device for gpu in recording.trace.gpus if gpu.uuid == "GPU-1")
     used, held = kernels(recording, Options()), memory(recording, Options())
     assert [(use.name, use.kernels) for use in used.places] == [(UNKNOWN, 1), ("ours", 1)]

@@ -618,7 +618,7 @@ def test_rules_that_ask_for_it_have_the_duration_of_all_calls_as_a_metric(restor
         (point,) = newest(server.metrics, CALLS).values()
         assert told(point.attributes) == {"instrument.span.name": "work", "code.function.name": "test_meter.work"}
         assert point.count == sum(point.positive.bucket_counts) + point.zero_count == 5_000
-        (row,) = [row for row in session.tally().rows() if row.path[-1].name == "work"]
+        (row,) = [row for row in session.tally().iterate_totals() if row.path[-1].name == "work"]
         assert point.sum == pytest.approx(row.totals.total_ns / 1e9)
         assert (point.min, point.max) == (row.totals.min_ns / 1e9, row.totals.max_ns / 1e9)
 

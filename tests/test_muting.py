@@ -278,8 +278,8 @@ class Machine:
         recorded = Counter({site.name: calls for site, calls in calls_by_site(self.recorder).items()})
         passed = Counter({site.name: calls for site, calls in self.recorder.muted_calls().items()})
         assert recorded + passed == self.made
-        assert (self.recorder.counts(), self.recorder.losses()) == ({}, {})
-        assert (self.recorder.open_rows(), self.recorder.current_id()) == ([], 0)
+        assert (self.recorder.count_unusual_events(), self.recorder.losses()) == ({}, {})
+        assert (self.recorder.open_rows(), self.recorder.current_span_id()) == ([], 0)
 
     def recorded_paths(self) -> list[tuple[str, ...]]:
         spans = {span.span_id: span for span in spans_in(self.recorder)}

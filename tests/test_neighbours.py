@@ -51,7 +51,7 @@ def select(recorder: Recorder) -> Iterator[Callable[[str], Selection]]:
 
     yield attach
     for selection in made:
-        selection.undo()
+        selection.detach_all()
 
 
 def ask_asgi(module: ModuleType, path: str) -> str:
@@ -174,7 +174,7 @@ def test_a_function_that_a_framework_keeps_is_recorded_or_named_with_it(
     ):
         assert tree(recorder) == "first\nsecond"
     for selection in selections:
-        selection.undo()
+        selection.detach_all()
     recorder.reset()
     assert (ask(module, "/first"), ask(module, "/second")) == ("1", "2")
     assert tree(recorder) == ""
@@ -212,7 +212,7 @@ def test_a_reloaded_module_is_attached_once_and_the_old_function_stays_what_it_w
     assert tree(recorder) == "f"
     (verdict,) = selection.verdicts()
     assert (verdict.state, "served.py:1 (TABLE)" in verdict.why) == ("partly", True)
-    selection.undo()
+    selection.detach_all()
     assert [hasattr(function, "__instrument__") for function in module.TABLE] == [False] * 4
     assert module.f is module.TABLE[-1]
 
@@ -249,7 +249,7 @@ def test_wrapt_and_we_take_one_function_in_either_order_and_undo_in_either_order
 
         return unpatch
 
-    steps = [lambda: select("served:**").undo, patch]
+    steps = [lambda: select("served:**").detach_all, patch]
     undos = [step() for step in (steps if first == "ours" else reversed(steps))]
     assert (module.f(1), module.C().m(2)) == (1, 2)
     assert tree(recorder) == "f\nC.m"
@@ -286,7 +286,7 @@ class C:
     wrappers = module.f, vars(module.C)["m"]
     assert (module.f(1), module.C().m(2), module.SEEN) == (1, 2, ["NoneType", "C"])
     assert tree(recorder) == "f\nC.m"
-    selection.undo()
+    selection.detach_all()
     assert (module.f is wrappers[0], vars(module.C)["m"] is wrappers[1]) == (True, True)
     assert not hasattr(module.f.__wrapped__, "__instrument__")
 
@@ -321,7 +321,7 @@ def test_an_instrumentation_of_opentelemetry_and_we_share_a_function(
         return instrumentor.uninstrument  # type: ignore[no-any-return]
 
     before = vars(requests.Session)["send"]
-    steps = [lambda: select("requests.sessions:Session.send").undo, theirs]
+    steps = [lambda: select("requests.sessions:Session.send").detach_all, theirs]
     undos = [step() for step in (steps if first == "ours" else reversed(steps))]
     try:
         with requests.Session() as session:

@@ -55,9 +55,9 @@ from instrument.errors import ExportError
 from instrument.otlp import packed_spans, senders
 from instrument.otlp.export_facts import Ids
 from instrument.otlp.exporter import Delivery, Exporter
-from instrument.otlp.packing import REQUEST_BYTES, Body, make_own_attributes
+from instrument.otlp.packing import REQUEST_BYTES, Body, make_span_attributes
 from instrument.otlp.senders import Response
-from instrument.otlp.service_sdk import current_parent
+from instrument.otlp.service_sdk import read_current_span
 from instrument.otlp.span_forms import REQUEST_SPANS
 from instrument.otlp.span_queue import RequestQueue, Source
 from instrument.profile.model import Otlp
@@ -82,7 +82,7 @@ def exporting(settings: Otlp, threads: Callable[[], Mapping[int, str]] = lambda:
 
 def adds_up(exporter: Exporter) -> Mapping[str, int]:
     """The counts, after checking that every offer has exactly one fate."""
-    counts = exporter.counts()
+    counts = exporter.count_fates()
     fates = [counts[fate] for fate in ("exported", "rejected", "failed", "dropped", "pending")]
     assert counts["offered"] == sum(fates), counts
     assert min(fates) >= 0, counts
@@ -218,11 +218,11 @@ def test_a_configured_tracer_provider_and_we_are_the_same_service_instance(
 def test_the_current_span_of_opentelemetry_is_the_parent() -> None:
     from opentelemetry.sdk.trace import TracerProvider
 
-    assert current_parent() is None
+    assert read_current_span() is None
     with TracerProvider().get_tracer("theirs").start_as_current_span("theirs") as theirs:
         context = theirs.get_span_context()
-        assert current_parent() == RemoteParent(context.trace_id, context.span_id, int(context.trace_flags), True)
-    assert current_parent() is None
+        assert read_current_span() == RemoteParent(context.trace_id, context.span_id, int(context.trace_flags), True)
+    assert read_current_span() is None
 
 
 def test_never_two_server_spans_for_one_request(collector: Receiver) -> None:
@@ -233,17 +233,17 @@ def test_never_two_server_spans_for_one_request(collector: Receiver) -> None:
 
     tracer = TracerProvider().get_tracer("theirs")
     dropping = TracerProvider(sampler=sampling.ALWAYS_OFF).get_tracer("theirs")
-    seen: dict[str, RemoteParent | None] = {"nothing": current_parent()}
+    seen: dict[str, RemoteParent | None] = {"nothing": read_current_span()}
     caller = NonRecordingSpan(SpanContext(5, 6, is_remote=True, trace_flags=TraceFlags(1)))
     with trace.use_span(caller):
-        seen["caller"] = current_parent()
+        seen["caller"] = read_current_span()
     for kind in SpanKind:
         with tracer.start_as_current_span("theirs", kind=kind):
-            seen[kind.name.lower()] = current_parent()
+            seen[kind.name.lower()] = read_current_span()
     with tracer.start_as_current_span("theirs", kind=SpanKind.SERVER), tracer.start_as_current_span("middleware"):
-        seen["middleware"] = current_parent()
+        seen["middleware"] = read_current_span()
     with dropping.start_as_current_span("theirs", kind=SpanKind.SERVER):
-        seen["unsampled"] = current_parent()
+        seen["unsampled"] = read_current_span()
     with exporting(way_to(collector)) as exporter:
         for number, (name, parent) in enumerate(seen.items(), start=1):
             spans = tree(2, 10 * number, Site(name, "request"))
@@ -262,11 +262,11 @@ def test_a_service_thread_imports_nothing_of_opentelemetry() -> None:
         import sys
         from instrument.otlp import exporter as sending, service_sdk
         from instrument.profile.model import Otlp
-        from instrument.otlp.packing import Body, make_own_attributes
+        from instrument.otlp.packing import Body, make_span_attributes
         from instrument.recording.spans import Origin
         exporter = sending.Exporter(Otlp("http://127.0.0.1:1/v1/traces"), Origin(1, "s", 0, 0), dict)
         exporter.submit([Body(b"any", 1)])
-        assert service_sdk.current_parent() is None
+        assert service_sdk.read_current_span() is None
         assert exporter.stop(0).dropped == 1
         found = [name for name in sys.modules if name.startswith(("opentelemetry", "http.client", "ssl", "grpc"))]
         assert not found, found
@@ -732,10 +732,10 @@ def test_a_span_that_cannot_be_said_fails_alone(monkeypatch: pytest.MonkeyPatch)
     def fail(site: Site, given: Mapping[str, object], *facts: Any) -> dict[str, object]:
         if "what" in given:
             raise ValueError("no words for it")
-        return make_own_attributes(site, given, *facts)
+        return make_span_attributes(site, given, *facts)
 
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    monkeypatch.setattr(packed_spans, "make_own_attributes", fail)
+    monkeypatch.setattr(packed_spans, "make_span_attributes", fail)
     with collecting(take) as server, exporting(server.settings) as exporter:
         offer(exporter, [*tree(2), span(span_id=50, root_id=50, attributes={"what": 1}), *tree(2, 10)])
         delivery = exporter.flush(60 * SECOND)
@@ -826,7 +826,7 @@ def test_spans_after_a_step_of_the_wall_clock_have_the_new_time_and_earlier_ones
 ) -> None:
     def look(at_s: int, wall_ns: int) -> None:
         monkeypatch.setattr("instrument.clock.read_clocks", lambda: (at_s * SECOND, wall_ns))
-        source.update_origin()
+        source.update_clock_origin()
 
     with collecting(take) as server, exporting(server.settings) as exporter:
         source = exporter.own
@@ -856,8 +856,8 @@ def test_a_request_that_waits_long_for_an_answer_is_in_the_log_before_its_time_i
         offer(exporter, tree(1))
         exporter.send_soon()
         wait_until(lambda: server.tries > 0)
-        exporter.note_silence()
-        exporter.note_silence()
+        exporter.log_collector_silence()
+        exporter.log_collector_silence()
         assert caplog.text.count("spans do not reach the OpenTelemetry collector (no answer yet)") == 1
 
 
@@ -1043,9 +1043,9 @@ FORK = """
     offer(tree("queued", 2))
     child = os.fork()
     if not child:
-        assert exporter.counts()["offered"] == 0
+        assert exporter.count_fates()["offered"] == 0
         offer(tree("child", 2))
-        assert exporter.counts()["pending"] == 1
+        assert exporter.count_fates()["pending"] == 1
         exporter.start()
         delivery = exporter.stop(60 * 10**9)
         os._exit(0 if delivery.complete and delivery.exported == 1 else 1)
@@ -1083,7 +1083,7 @@ def test_spans_that_were_given_up_before_their_answer_came_have_one_fate() -> No
         queue.is_closed = True
         queue.give_up_requests("stopped")
         queue.settle_request(pending, Response(taken=True, rejected=1))
-    counts = queue.counts()
+    counts = queue.count_fates()
     assert (counts["exported"], counts["failed"], counts["rejected"]) == (1, 2, 0)
     assert (counts["pending"], source.counts["pending"]) == (0, 0)
 
@@ -1099,5 +1099,5 @@ def test_the_export_next_to_a_service_rests_between_stretches_of_work_and_that_o
             exporter = Exporter(server.settings, ORIGIN, dict, detects=detects)
             for number in range(5):
                 offer(exporter, tree(3, 1 + 10 * number))
-                exporter.counts()
+                exporter.count_fates()
     assert len(rests) == 5

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -39,7 +40,7 @@ GPU = Gpu(1, "NVIDIA H200", "GPU-aaaa")
 def metrics_of(exporter: Exporter) -> Metrics:
     """The metrics of the exporter's own process, which it sends."""
     if exporter.own.metrics is None:
-        exporter.own.metrics = exporter.new_metrics(os.environ)
+        exporter.own.metrics = exporter.make_metrics_queue(os.environ)
         exporter.add_metrics(exporter.own)
     return exporter.own.metrics
 
@@ -441,7 +442,7 @@ def test_metrics_of_a_process_that_a_collector_does_not_take_do_not_stop_those_o
     monkeypatch.setattr(exporter_module, "DELAY_NS", 10**7)
     with collecting(take_but_refused) as server, exporting(server.settings) as exporter:
         refused, sound = (
-            Source(Ids(), ORIGIN, dict, lambda name=name: {"service.name": name}, metrics=exporter.new_metrics({}))  # type: ignore[misc]
+            Source(Ids(), ORIGIN, dict, partial(dict, {"service.name": name}), metrics=exporter.make_metrics_queue({}))
             for name in ("refused", "sound")
         )
         for source in (refused, sound):
@@ -459,7 +460,7 @@ def test_metrics_of_a_process_that_cannot_be_said_do_not_stop_those_of_another_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def of_process(name: str, value: Any) -> Source:
-        found = Source(Ids(), ORIGIN, dict, lambda: {"service.name": name}, metrics=exporter.new_metrics({}))
+        found = Source(Ids(), ORIGIN, dict, lambda: {"service.name": name}, metrics=exporter.make_metrics_queue({}))
         assert found.metrics is not None
         found.metrics.put_snapshot(Snapshot(5_000, 7_000, (Metric(name, "s", COUNTER, "", {(): value}),)))
         return found

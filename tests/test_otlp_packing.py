@@ -400,7 +400,7 @@ def test_two_who_send_for_one_process_give_no_two_device_intervals_one_id() -> N
     own = Ids()
     other = Ids(own.seeds, own.instance)
     assert own.span_id(7) == other.span_id(7)
-    found = [ids.span_id(ids.take_device_numbers(1)) for ids in (own, other) for _ in range(1_000)]
+    found = [ids.span_id(ids.reserve_numbers(1)) for ids in (own, other) for _ in range(1_000)]
     assert len(set(found)) == len(found)
 
 
@@ -416,7 +416,7 @@ def test_ids_are_distinct_and_never_zero_whatever_the_seed(seed: int) -> None:
     ids = Ids()
     ids._seed, ids._trace_seeds = seed, [seed, seed]
     found = [ids.span_id(number) for number in range(1, 3_000)]
-    found += [ids.span_id(ids.take_device_numbers(1)) for _ in range(3_000)]
+    found += [ids.span_id(ids.reserve_numbers(1)) for _ in range(3_000)]
     found += [ids.span_id(number) for number in range(2**63 - 3_000, 2**63)]
     assert len(set(found)) == len(found)
     assert all(0 < found_id < 2**64 for found_id in found)

@@ -89,7 +89,7 @@ def test_a_value_that_is_no_number_is_counted_and_harms_nothing(session: None) -
     hits.set(1)  # of a gauge
     instrument.gauge("t" * 200).set(1)
     assert newest() == {}
-    assert RECORDER.counts()[numbers.REFUSED] == 3 * len(refused) + 3
+    assert RECORDER.count_unusual_events()[numbers.REFUSED] == 3 * len(refused) + 3
     with pytest.raises(KeyboardInterrupt):
         usage.set(Broken(KeyboardInterrupt()))
     usage.set(True)
@@ -136,7 +136,7 @@ def test_numbers_beyond_the_room_are_counted_and_those_within_go_on(session: Non
     instrument.gauge("t.0").set(7)
     assert len(newest()) == most
     assert newest()["t.0"] == 7
-    assert RECORDER.counts()[numbers.REFUSED] == 2
+    assert RECORDER.count_unusual_events()[numbers.REFUSED] == 2
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda number: pickle.loads(pickle.dumps(number))])

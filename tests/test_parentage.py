@@ -29,7 +29,7 @@ from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.otlp import export_facts
 from instrument.profile.model import Capture, RequestsRule
 from instrument.recording.spans import Origin, Site, Span
-from instrument.recording.trace_context import LINK, RemoteParent, encode_remote
+from instrument.recording.trace_context import LINK, RemoteParent, encode_parent
 from instrument.trace.trace import Trace
 
 
@@ -44,7 +44,7 @@ def spans_by_name(recorder: Any) -> dict[str, Span]:
 def tallied(recorder: Any) -> dict[str, int]:
     """Calls by path, outermost name first."""
     found: Counter[str] = Counter()
-    for row in recorder.tally().rows():
+    for row in recorder.tally().iterate_totals():
         found[" > ".join(site.name for site in row.path)] += row.totals.calls
     return dict(found)
 
@@ -109,7 +109,7 @@ def test_a_task_is_below_its_origin_under_any_loop_that_reports_tasks(recorder: 
         loop.close()
     below = "request > part"
     assert tallied(recorder) == {"request": 1, below: 1, f"{below} > job": 3, f"{below} > call": 1}
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}
 
 
 def test_a_task_made_past_its_loop_is_of_the_request_that_made_it(recorder: Any) -> None:
@@ -142,7 +142,7 @@ def test_a_task_made_past_its_loop_is_of_the_request_that_made_it(recorder: Any)
     spans = {span.span_id: span for span in spans_in(recorder)}
     roots = [spans[span.root_id].site.name for span in spans.values() if span.site.name == "leaf"]
     assert sorted(roots) == ["request"] * 3 + ["stream"] * 2
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}
 
 
 def test_tasks_of_a_suspended_async_generator_are_its_children(recorder: Any) -> None:
@@ -300,7 +300,7 @@ def test_batches_of_a_long_lived_task_hang_below_what_is_open_around_the_request
 
 
 def test_a_link_to_a_request_of_another_tracers_trace_names_that_trace(recorder: Any) -> None:
-    recorder.remote_parent = lambda: encode_remote(RemoteParent(0xABC << 64, 0xDEF))
+    recorder.remote_parent = lambda: encode_parent(RemoteParent(0xABC << 64, 0xDEF))
     serve_batches(recorder, 2)
     ids = export_facts.Ids()
     batch = max((span for span in spans_in(recorder) if span.site.name == "batch"), key=lambda span: span.start_ns)
@@ -546,4 +546,4 @@ def test_spans_of_two_tasks_in_one_context_know_their_task(recorder: Any, how: s
     for span in (first, second):
         inside = [one for one in leaves if one.parent_id == span.span_id and one.task_id == span.task_id]
         assert span.self_ns == span.total_ns - sum(one.total_ns for one in inside)
-    assert recorder.counts() == {"scope closed before a scope inside it": 1}
+    assert recorder.count_unusual_events() == {"scope closed before a scope inside it": 1}

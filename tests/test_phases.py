@@ -258,7 +258,7 @@ def test_a_compiled_optimizer_and_a_compiled_step_compute_the_same(phases: Phase
     wanted = trained(False)
     recording.reset()
     assert torch.equal(trained(True), wanted)
-    assert [row.path[-1].name for row in recording.tally().rows()] == ["backward", "optimizer"]
+    assert [row.path[-1].name for row in recording.tally().iterate_totals()] == ["backward", "optimizer"]
     assert not FAULTS.count_by_place()
     torch._dynamo.reset()
 
@@ -327,7 +327,7 @@ def test_layers_and_scopes_lie_below_their_phase(recording: Recorder) -> None:
         model(X)
         assert len([span for span in spans_in(recording) if span.site.name == "forward"]) == 1
     finally:
-        selection.undo()
+        selection.detach_all()
 
 
 def test_without_torch_or_before_it_has_run_the_verdict_says_what_is_waited_for(phases: Phases) -> None:

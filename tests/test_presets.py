@@ -347,13 +347,14 @@ message = types.SimpleNamespace(id="r7")
 with instrument.scope("POST /infer", kind="request"):
     mlserver.parallel.dispatcher.Dispatcher().dispatch_request(message)
 session = instrument.session()
-print(sorted(row.path[-1].name for row in session.tally().rows() if row.path[-1].kind != "user" or row.path[-1].module))
+sites = [row.path[-1] for row in session.tally().iterate_totals()]
+print(sorted(site.name for site in sites if site.kind != "user" or site.module))
 print("/v2/health/*" in session.profile.requests[0].ignore, session.recorded.generation)
 print([note for note in session.notes() if "mlserver" in note])
 if sys.argv[1:]:
     session.reload("changed.yaml")
     mlserver.parallel.worker.Worker()._process_request(message)
-    print(sum(row.totals.calls for row in session.tally().rows() if row.path[-1].name == "worker"))
+    print(sum(row.totals.calls for row in session.tally().iterate_totals() if row.path[-1].name == "worker"))
     subprocess.run([sys.executable, "main.py"], check=True)
 """
 

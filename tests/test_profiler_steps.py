@@ -43,7 +43,7 @@ from instrument.profile.model import Schedule
 from instrument.recorder.recorder import RECORDER
 from instrument.sessions import torch_profiler
 from instrument.sessions.handlers import Window
-from instrument.sessions.window import RECORDING_STATES, State, Step, Windows, state_at, steps_within
+from instrument.sessions.window import RECORDING_STATES, State, Step, Windows, clip_steps, find_state
 
 GOLDEN = Path(__file__).parent / "golden"
 LETTERS = {State.CLOSED: "-", State.READY: "w", State.RECORD: "R", State.RECORD_AND_RETURN: "S"}
@@ -94,7 +94,7 @@ def test_the_windows_of_a_schedule_are_those_of_its_list_of_steps(wanted: Schedu
             expected.append((len(expected), first, step + 1))
             first = None
     windows = Windows(wanted, 0)
-    assert [found for end in range(1, 41) if (found := windows.step(end))] == expected
+    assert [found for end in range(1, 41) if (found := windows.advance_step(end))] == expected
 
 
 @given(STATES_OF_STEPS)
@@ -390,7 +390,7 @@ def test_ranges_that_cross_each_other_and_steps_are_in_every_window_that_they_re
         for key, range_ in opened:
             instrument.scope_end(range_)
             ranges[key][1] = steps
-        assert set(RECORDER.counts()) <= {"scope closed before a scope inside it"}
+        assert set(RECORDER.count_unusual_events()) <= {"scope closed before a scope inside it"}
     for window in found:
         spans = {span.attributes["number"]: span for span in window.trace.spans if span.site.name == "range"}
         first, last = window.first_step, window.last_step
@@ -561,7 +561,7 @@ def test_of_steps_that_overlap_on_a_thread_the_one_that_ends_last_is_in_the_trac
         now += lasts
         added.append(Step(number, begun[which], now, which // 2))  # two loops are on one thread, and the third is not
         begun[which] = now
-    found = steps_within(added, 0, now)
+    found = clip_steps(added, 0, now)
     for thread_id in range(2):
         kept = [step for step in found if step.thread_id == thread_id]
         assert all(one.end_ns <= after.start_ns for one, after in pairwise(kept))
@@ -572,10 +572,10 @@ def test_of_steps_that_overlap_on_a_thread_the_one_that_ends_last_is_in_the_trac
 
 def test_a_step_that_reaches_over_the_edge_of_a_trace_is_clipped_and_an_older_one_is_not_there() -> None:
     steps = [Step(0, 2, 4, 1), Step(0, 0, 10, 1), Step(1, 10, 20, 1), Step(7, 15, 25, 2), Step(8, 25, 30, 1)]
-    assert steps_within(steps, 0, 30) == steps[1:]
-    assert steps_within(steps, 10, 26) == [steps[2], steps[3], Step(8, 25, 26, 1, clipped=True)]
-    assert steps_within(steps, 12, 14) == [Step(1, 12, 14, 1, clipped=True)]
-    assert steps_within(steps, 40, 50) == []
+    assert clip_steps(steps, 0, 30) == steps[1:]
+    assert clip_steps(steps, 10, 26) == [steps[2], steps[3], Step(8, 25, 26, 1, clipped=True)]
+    assert clip_steps(steps, 12, 14) == [Step(1, 12, 14, 1, clipped=True)]
+    assert clip_steps(steps, 40, 50) == []
 
 
 def test_a_session_that_ends_under_a_profiler_does_not_stop_the_loop() -> None:
@@ -665,7 +665,7 @@ def test_a_summary_that_cannot_be_made_is_refused_before_the_first_window(option
 
 def test_a_pair_is_the_schedule_that_says_the_same() -> None:
     found: list[Any] = [Profiler(schedule=wanted)._schedule for wanted in (schedule(record=3, repeat=1), (0, 3))]
-    assert [(one.func, one.args) for one in found] == [(state_at, (Schedule(record=3, repeat=1),))] * 2
+    assert [(one.func, one.args) for one in found] == [(find_state, (Schedule(record=3, repeat=1),))] * 2
 
 
 def test_bad_schedules_are_reported_all_at_once() -> None:
@@ -750,8 +750,8 @@ def test_a_training_loop_prints_its_steps(capsys: pytest.CaptureFixture[str], to
             profiler.step(num_samples=len(inputs))
     window = profiler.window
     assert window is not None
-    calls = {row.path[-1].name: 0 for row in window.tally().rows()}
-    for row in window.tally().rows():
+    calls = {row.path[-1].name: 0 for row in window.tally().iterate_totals()}
+    for row in window.tally().iterate_totals():
         calls[row.path[-1].name] += row.totals.calls
     assert calls == {"step": 3, "read": 3, "forward": 3, "Linear": 6, "backward": 3, "optimizer": 3}
     printed = capsys.readouterr().out

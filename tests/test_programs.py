@@ -87,7 +87,7 @@ def recorded_tree(spans: list[Span]) -> tuple[Any, ...]:
 
 def tallied(recorder: Any) -> Counter[tuple[str, ...]]:
     found: Counter[tuple[str, ...]] = Counter()
-    for row in recorder.tally().rows():
+    for row in recorder.tally().iterate_totals():
         found[tuple(site.name for site in row.path)] += row.totals.calls
     return found
 
@@ -155,7 +155,7 @@ def test_trees_paths_totals_and_what_is_delivered_are_what_happened_in_random_pr
         # Of every other program the requests alone are kept, for they are slow; of the rest everything.
         requests_alone = seed % 2 == 0
         trees = Kept(recorder, Capture(sample=0.0 if requests_alone else 1.0, slow_ns=0), 10_000)
-        cursor = recorder.cursor()
+        cursor = recorder.make_row_cursor()
         machine = Machine([recorder], look=trees.take)
         machine.run_program(steps, in_loop=in_loop)
         trees.take()
@@ -169,14 +169,14 @@ def test_trees_paths_totals_and_what_is_delivered_are_what_happened_in_random_pr
         assert delivered_tree(trees.trees, spans) == delivery, about
         assert not trees.counts, about
         assert trees.rows.undecided_count == 0, about
-        assert recorder.current_id() == 0
+        assert recorder.current_span_id() == 0
         assert recorder.open_rows() == []
         for span in spans:
             assert 0 <= span.self_ns <= span.total_ns
             assert 0 <= span.active_ns <= span.total_ns
         assert_waited(machine.spans, spans, about)
         recorder.reset()
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}
 
 
 @chunks

@@ -40,8 +40,8 @@ from instrument.recorder.wrapping import bare_function
 from instrument.recording.distributions import bucket_of
 from instrument.recording.paths import OVERFLOW
 from instrument.recording.spans import ATTRIBUTE_LIMIT, Site
-from instrument.recording.trace_context import REMOTE, RemoteParent, encode_remote
-from instrument.trace.trace import spans_of
+from instrument.recording.trace_context import REMOTE, RemoteParent, encode_parent
+from instrument.trace.trace import make_spans
 
 pytestmark = pytest.mark.usefixtures("small_heap")
 
@@ -262,9 +262,9 @@ def test_exceptions_pass_untouched_and_mark_the_span(recorder: Any, shape: str) 
     assert caught.value is error
     (span,) = spans_in(recorder)
     assert span.error == "KeyError"
-    (row,) = recorder.tally().rows()
+    (row,) = recorder.tally().iterate_totals()
     assert row.totals.errors == 1
-    assert recorder.current_id() == 0
+    assert recorder.current_span_id() == 0
 
 
 def test_a_cancelled_coroutine_is_marked_and_leaves_no_current_span(recorder: Any) -> None:
@@ -588,7 +588,7 @@ def test_scopes_of_one_name_are_apart_where_they_are_nested_held_muted_or_older_
         crossed.annotate(tokens=3)
     assert tree(recorder) == "one\n  one\none\n  one\none"
     assert [span.attributes for span in spans_in(recorder)].count({"tokens": 3}) == 1
-    assert sum(row.totals.calls for row in recorder.tally().rows()) == 5
+    assert sum(row.totals.calls for row in recorder.tally().iterate_totals()) == 5
 
     made = recorder.scope("one")
     recorder.mute(recorder.user_sites["one"])
@@ -634,7 +634,7 @@ def test_a_generator_moved_to_another_thread_leaves_both_threads_clean(recorder:
     thread.start()
     thread.join()
     assert tree(recorder) == "numbers\n  leaf\n  leaf"
-    assert recorder.current_id() == 0
+    assert recorder.current_span_id() == 0
 
 
 # -------------------------------------------------------------------- tasks, threads, executors
@@ -740,7 +740,7 @@ def test_a_request_inside_other_work_is_the_root_of_its_own_tree(recorder: Any) 
 
 def test_a_request_takes_the_current_span_of_another_tracer_as_its_parent(recorder: Any) -> None:
     remote = RemoteParent(trace_id=7, span_id=9)
-    recorder.remote_parent = lambda: encode_remote(remote)
+    recorder.remote_parent = lambda: encode_parent(remote)
     wrapped(recorder, "request", "request")(wrapped(recorder, "leaf")(lambda: None))()
     spans = spans_by_name(recorder)
     assert spans["request"].remote == remote
@@ -750,7 +750,7 @@ def test_a_request_takes_the_current_span_of_another_tracer_as_its_parent(record
 
 def test_attributes_at_the_end_win_but_over_the_span_of_another_tracer(recorder: Any) -> None:
     remote = RemoteParent(trace_id=7, span_id=9)
-    recorder.remote_parent = lambda: encode_remote(remote)
+    recorder.remote_parent = lambda: encode_parent(remote)
     facts: dict[str, Any] = {"begin": 1, REMOTE: b"00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"}
     frame = recorder.open(Site("request", "request"), facts)
     recorder.annotate(frame, {"begin": 2, "service": 3})
@@ -766,7 +766,7 @@ def test_attributes_that_were_set_before_the_end_fill_what_room_is_left(recorder
     recorder.close(frame, None, True, {"begin": 1, "end": 2})
     (span,) = spans_in(recorder)
     assert (len(span.attributes), span.attributes["end"]) == (ATTRIBUTE_LIMIT, 2)
-    assert recorder.counts() == {"attributes beyond the limit of a span": 1}
+    assert recorder.count_unusual_events() == {"attributes beyond the limit of a span": 1}
 
 
 def test_the_row_of_an_open_span_stays_what_it_was(recorder: Any) -> None:
@@ -859,12 +859,12 @@ def test_crossed_scopes_are_recorded_counted_and_never_negative(recorder: Any) -
     recorder.close(inner)
     recorder.close(root)
     assert tree(recorder) == "root\n  outer\n    inner"
-    assert recorder.counts() == {"scope closed before a scope inside it": 1}
+    assert recorder.count_unusual_events() == {"scope closed before a scope inside it": 1}
     spans = spans_by_name(recorder)
     assert spans["outer"].self_ns + spans["inner"].self_ns + spans["root"].self_ns >= spans["root"].total_ns
     # All that was slept was slept within the innermost.
     assert spans["outer"].self_ns + spans["root"].self_ns <= spans["root"].total_ns - slept_ns
-    assert recorder.current_id() == 0
+    assert recorder.current_span_id() == 0
 
 
 def test_closing_twice_and_in_another_context_is_counted(recorder: Any) -> None:
@@ -875,7 +875,10 @@ def test_closing_twice_and_in_another_context_is_counted(recorder: Any) -> None:
     mine = contextvars.Context().run(lambda: recorder.open(Site("z")))
     recorder.close(mine)
     recorder.close(foreign)
-    assert recorder.counts() == {"scope ended twice": 1, "span ended outside the context that began it": 1}
+    assert recorder.count_unusual_events() == {
+        "scope ended twice": 1,
+        "span ended outside the context that began it": 1,
+    }
     assert sorted(span.site.name for span in spans_in(recorder)) == ["x", "y", "z"]
 
 
@@ -887,13 +890,13 @@ def test_the_tally_is_exact_when_the_ring_has_wrapped_many_times(make_recorder: 
     function = wrapped(recorder, "f")(lambda: None)
     for _ in range(10_000):
         function()
-    (row,) = recorder.tally().rows()
+    (row,) = recorder.tally().iterate_totals()
     assert row.totals.calls == sum(recorder.tally().histogram([row.totals.node]).values()) == 10_000
     assert len(spans_in(recorder)) == recorder.rings()[0].capacity
     assert recorder.losses() == {"spans overwritten by newer ones": 10_000 - recorder.rings()[0].capacity}
     newest = sorted(span.span_id for span in spans_in(recorder))
     with recorder.make_scope("after"):
-        last_id = recorder.current_id() - 2
+        last_id = recorder.current_span_id() - 2
     assert newest == list(range(last_id - 2 * len(newest) + 2, last_id + 2, 2))
 
 
@@ -901,7 +904,7 @@ def test_a_cursor_reads_every_row_once_and_counts_what_came_too_late(make_record
     recorder = make_recorder(ring_bytes=1)
     function = wrapped(recorder, "f")(lambda: None)
     capacity = 64
-    cursor = recorder.cursor()
+    cursor = recorder.make_row_cursor()
     for _ in range(10):
         function()
     assert [len(ring.rows) for ring in cursor.read_new_rows()] == [10]
@@ -915,7 +918,7 @@ def test_a_cursor_reads_every_row_once_and_counts_what_came_too_late(make_record
 def test_rows_that_went_with_the_rings_of_ended_threads_count_as_lost(make_recorder: Any) -> None:
     recorder = make_recorder(ring_bytes=1 << 20)
     function = wrapped(recorder, "f")(lambda: None)
-    cursor = recorder.cursor()
+    cursor = recorder.make_row_cursor()
     for _ in range(1_100):
         thread = threading.Thread(target=function)
         thread.start()
@@ -929,7 +932,7 @@ def test_rows_read_while_other_threads_write_are_whole_and_come_once(make_record
     recorder = make_recorder(ring_bytes=1 << 20)
     function = wrapped(recorder, "f")(lambda: None)
     calls = 20_000
-    cursor = recorder.cursor()
+    cursor = recorder.make_row_cursor()
     threads = [threading.Thread(target=lambda: [function() for _ in range(calls)]) for _ in range(4)]
     seen: list[int] = []
 
@@ -988,7 +991,7 @@ def test_memory_stays_bounded_when_recursion_and_names_do_not(recorder: Any) -> 
     assert len(recorder._scope_sites) == 20
     tally = recorder.tally()
     assert tally.calls == 200 + 100
-    assert sum(row.totals.calls for row in tally.rows() if row.path[0] is OVERFLOW) > 200
+    assert sum(row.totals.calls for row in tally.iterate_totals() if row.path[0] is OVERFLOW) > 200
 
 
 def test_open_spans_are_clipped_and_marked(recorder: Any) -> None:
@@ -1022,8 +1025,8 @@ def test_spans_at_the_edges_of_a_window_are_clipped(recorder: Any) -> None:
     function()
     (whole,) = spans_in(recorder)
     middle = (whole.start_ns + whole.end_ns) // 2
-    (first,) = spans_of(columns_in(recorder, 0, middle))
-    (second,) = spans_of(columns_in(recorder, middle))
+    (first,) = make_spans(columns_in(recorder, 0, middle))
+    (second,) = make_spans(columns_in(recorder, middle))
     assert (first.start_ns, first.end_ns, first.clipped) == (whole.start_ns, middle, True)
     assert (second.start_ns, second.end_ns, second.clipped) == (middle, whole.end_ns, True)
     assert len(columns_in(recorder, whole.end_ns + 1, whole.end_ns + 2)) == 0
@@ -1154,7 +1157,7 @@ def test_a_scope_left_open_across_a_yield_is_not_current_outside_and_does_not_co
         """
     )
     assert sum(span.self_ns for span in spans_in(recorder)) == spans_by_name(recorder)["consumer"].total_ns
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}
 
 
 def test_deep_recursion_ends_as_without_us(recorder: Any) -> None:
@@ -1165,7 +1168,7 @@ def test_deep_recursion_ends_as_without_us(recorder: Any) -> None:
     assert made(200) == 200
     with pytest.raises(RecursionError):
         made(100_000)
-    assert recorder.current_id() == 0
+    assert recorder.current_span_id() == 0
     assert made(200) == 200
 
 
@@ -1191,7 +1194,7 @@ def test_deep_recursion_of_coroutines_ends_where_the_stack_does(recorder: Any) -
             made(200_000).send(None)
     finally:
         sys.setrecursionlimit(limit)
-    assert recorder.current_id() == 0
+    assert recorder.current_span_id() == 0
     assert result(200) == 200
 
 
@@ -1238,12 +1241,12 @@ def test_a_signal_handler_that_raises_in_the_middle_leaves_no_span_open(recorder
         gc.enable()
         signal.signal(signal.SIGALRM, before)
     assert recorder.open_rows() == []
-    assert recorder.current_id() == 0
+    assert recorder.current_span_id() == 0
     assert recorder.tally().calls == recorder.calls > 20
 
 
 def test_the_time_stamp_counter_agrees_with_the_monotonic_clock_or_says_why_it_is_not_used(recorder: Any) -> None:
-    reason = Ticks(recorder).start(0)
+    reason = Ticks(recorder).use_tick_counter(0)
     if reason:
         assert "processor" in reason or "kernel" in reason
         return
@@ -1258,12 +1261,14 @@ def test_the_time_stamp_counter_agrees_with_the_monotonic_clock_or_says_why_it_i
 
 
 def test_a_time_stamp_counter_that_strays_is_given_up_and_counted(recorder: Any) -> None:
-    if Ticks(recorder).start(0):
+    if Ticks(recorder).use_tick_counter(0):
         pytest.skip("no sound time stamp counter")
     time.sleep(0.01)
     assert recorder.check_ticks(-1) is None
     assert recorder.check_ticks(50_000) is None
-    assert list(recorder.counts()) == ["time stamp counter no longer used: it differed from the monotonic clock"]
+    assert list(recorder.count_unusual_events()) == [
+        "time stamp counter no longer used: it differed from the monotonic clock"
+    ]
     before = time.monotonic_ns()
     assert before <= recorder.now_ns() <= time.monotonic_ns()
 
@@ -1276,7 +1281,7 @@ def test_calls_that_the_counter_is_given_up_or_taken_up_in_are_recorded_and_neve
         stops()
     assert tree(recorder) == "starts\nstops\n" * 2 + "starts\nstops"
     assert all(span.end_ns >= span.start_ns for span in spans_in(recorder))
-    assert all(row.totals.calls == 3 for row in recorder.tally().rows())
+    assert all(row.totals.calls == 3 for row in recorder.tally().iterate_totals())
 
 
 @pytest.mark.parametrize(
@@ -1336,7 +1341,7 @@ def test_a_task_made_before_its_loop_runs_is_recorded_whole_and_leaves_the_calle
     assert parents.count(("leaf", "serve")) == 3
     assert parents.count(("leaf", "job")) == 4
     assert len(parents) == 10
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}
     assert recorder.open_rows() == []
 
 
@@ -1359,7 +1364,7 @@ def test_a_context_copied_unseen_records_on_another_thread_without_a_trace_in_th
     below = [spans[span.parent_id].site.name for span in spans.values() if span.parent_id and span.site.name == "leaf"]
     assert sorted(below) == ["other"] * 200 + ["root"] * 200
     assert len({span.thread_id for span in spans.values()}) == 2
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}
     assert recorder.open_rows() == []
 
 
@@ -1372,9 +1377,9 @@ def test_a_context_copied_unseen_and_run_here_nests_as_it_runs(recorder: Any) ->
         "inner",
         "root",
     ]
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}
     assert recorder.open_rows() == []
-    assert recorder.current_id() == 0
+    assert recorder.current_span_id() == 0
 
 
 def test_a_scope_begun_by_hand_outlives_its_function_and_is_found_by_another_thread(recorder: Any) -> None:
@@ -1388,7 +1393,7 @@ def test_a_scope_begun_by_hand_outlives_its_function_and_is_found_by_another_thr
         thread.start()
         thread.join()
     assert sorted(tree(recorder).split("\n")) == sorted(["begin", "  by hand", "    leaf", "    leaf", "leaf"])
-    assert recorder.counts() == {"scope closed before a scope inside it": 1}
+    assert recorder.count_unusual_events() == {"scope closed before a scope inside it": 1}
     assert recorder.open_rows() == []
 
 
@@ -1409,8 +1414,8 @@ def test_code_of_the_loop_itself_runs_in_the_callers_context_and_finds_its_span(
     serve()
     leaf()
     assert tree(recorder) == "serve\n  leaf\n  leaf\nleaf"
-    assert recorder.counts() == {}
-    assert recorder.current_id() == 0
+    assert recorder.count_unusual_events() == {}
+    assert recorder.current_span_id() == 0
 
 
 def test_a_span_shorter_than_its_site_asks_is_counted_and_not_kept(recorder: Any) -> None:
@@ -1442,7 +1447,7 @@ def test_a_span_shorter_than_its_site_asks_is_counted_and_not_kept(recorder: Any
         failing !ValueError
         """
     )
-    assert {row.path[-1].name: row.totals.calls for row in recorder.tally().rows()} == {
+    assert {row.path[-1].name: row.totals.calls for row in recorder.tally().iterate_totals()} == {
         "passed": 5,
         "slow": 1,
         "around": 1,
@@ -1531,7 +1536,7 @@ def test_a_method_records_the_instances_that_are_chosen_each_decided_once(
         Part.work()  # type: ignore[call-arg]
     site = choice[id(chosen)]
     assert choice == {id(chosen): site, id(other): None}
-    (row,) = recorder.tally().rows()
+    (row,) = recorder.tally().iterate_totals()
     assert (row.path, row.totals.calls, row.totals.errors) == ((site,), 7, 1)
     assert str(inspect.signature(Part.work)) == "(self, x: 'int' = 1) -> 'int'"
 
@@ -1540,7 +1545,7 @@ def test_a_method_follows_each_change_of_the_choice_at_its_next_call(
     recorder: Any, choice: dict[int, Site | None]
 ) -> None:
     def recorded() -> list[str]:
-        cursor = recorder.cursor()
+        cursor = recorder.make_row_cursor()
         part.work()
         return [recorder.paths().site(int(row["node"])).name for row in read_rows(cursor)]
 
@@ -1578,7 +1583,7 @@ def test_each_of_thousands_of_instances_is_counted_under_its_own_site_and_parent
         (f"parent {count}", f"part {number}"): 2 for count in (5, 4, 3) for number in range(1, count * 1_000, 2)
     }
     expected.update({(f"parent {count}",): 2 for count in (5, 4, 3)})
-    assert {tuple(s.name for s in row.path): row.totals.calls for row in recorder.tally().rows()} == expected
+    assert {tuple(s.name for s in row.path): row.totals.calls for row in recorder.tally().iterate_totals()} == expected
 
 
 def test_percentiles_count_every_call_at_any_time(recorder: Any) -> None:
@@ -1586,7 +1591,7 @@ def test_percentiles_count_every_call_at_any_time(recorder: Any) -> None:
     function = recorder.wrap(lambda: None, site)
     for number in range(1, 40):
         function()
-        (row,) = recorder.tally().rows()
+        (row,) = recorder.tally().iterate_totals()
         assert sum(recorder.tally().histogram([row.totals.node]).values()) == row.totals.calls == number
 
 
@@ -1610,7 +1615,7 @@ def test_a_method_passes_muted_instances_and_what_nobody_could_decide(
     assert interrupted.work() == 2
     recorder.on = True
     assert recorder.tally().calls == 1
-    assert recorder.current_id() == 0
+    assert recorder.current_span_id() == 0
 
 
 @pytest.mark.slow

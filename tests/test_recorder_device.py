@@ -28,7 +28,7 @@ class Log:
         recorder.begin_device = self.begin
 
     def begin(self, site: Site, attributes: Any, span_id: int) -> Any:
-        assert span_id == self.recorder.current_id()
+        assert span_id == self.recorder.current_span_id()
         self.lines.append(" ".join(["begin", site.name, *map(str, (attributes or {}).values())]))
         return Pair(self, site)
 
@@ -61,7 +61,7 @@ def works(log: Log, *lines: str) -> None:
     """Assert the reports of the recorder. Each end was of a call that had been counted."""
     assert log.lines == list(lines)
     ends = sum(line.startswith("end") for line in lines)
-    assert sum(row.totals.device_ns for row in log.recorder.tally().rows()) == 5 * ends
+    assert sum(row.totals.device_ns for row in log.recorder.tally().iterate_totals()) == 5 * ends
 
 
 def test_functions_are_timed_where_their_site_asks_for_it(log: Log) -> None:
@@ -194,7 +194,7 @@ def test_a_signal_handler_that_raises_in_the_timer_interrupts_the_service_and_no
             log.recorder.wrap(lambda: None, SITE)()
         with pytest.raises(KeyboardInterrupt), log.recorder.make_scope("timed", device=True):
             pass
-    assert log.recorder.current_id() == 0
+    assert log.recorder.current_span_id() == 0
     monkeypatch.undo()
     log.recorder.begin_device = log.begin
     log.lines.clear()

@@ -56,7 +56,7 @@ def wrapped(name="", kind="op"):
     return lambda function: recorder.wrap(function, Site(name or function.__name__, kind))
 def calls():
     found = {}
-    for row in recorder.tally().rows():
+    for row in recorder.tally().iterate_totals():
         found[row.path[-1].name] = found.get(row.path[-1].name, 0) + row.totals.calls
     return found
 def rings_of_others():
@@ -86,7 +86,7 @@ def wrapped(recorder: Any, name: str = "", kind: str = "op") -> Any:
 
 def calls(recorder: Any) -> dict[str, int]:
     found: collections.Counter[str] = collections.Counter()
-    for row in recorder.tally().rows():
+    for row in recorder.tally().iterate_totals():
         found[row.path[-1].name] += row.totals.calls
     return dict(found)
 
@@ -121,9 +121,9 @@ def test_greenlets_that_switch_in_the_middle_of_calls_and_scopes_have_trees_of_t
         for one in ring:
             if not one.dead:
                 one.switch()
-        assert recorder.current_id() == 0
+        assert recorder.current_span_id() == 0
     assert tree(recorder) == "\n".join(["root\n  leaf\n  scope\n    leaf\n  numbers"] * 50)
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}
     assert recorder.open_rows() == []
 
 
@@ -151,8 +151,8 @@ def test_greenlets_that_share_a_context_cross_and_that_is_counted(recorder: Any)
         two.gr_context = shared
         two.switch()
     assert calls(recorder) == {"first": rounds, "second": rounds}
-    assert recorder.counts() == {"scope closed before a scope inside it": rounds}
-    assert shared.run(recorder.current_id) == recorder.current_id() == 0
+    assert recorder.count_unusual_events() == {"scope closed before a scope inside it": rounds}
+    assert shared.run(recorder.current_span_id) == recorder.current_span_id() == 0
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ def test_threads_that_end_while_greenlets_of_theirs_stand_in_the_middle_of_calls
         wrapped("after")(lambda: None)()
         recorder.reset()
         wrapped("after")(lambda: None)()
-        print(calls(), recorder.current_id())
+        print(calls(), recorder.current_span_id())
         """,
     )
     assert printed == "{'after': 1} 0\n"
@@ -235,13 +235,13 @@ NO_MEMORY = """
                 made = None
                 if raised is not None and not may_raise:
                     raise AssertionError(f"{name}: raised at allocation {start}, {times} times") from raised
-                counts = recorder.counts()
+                counts = recorder.count_unusual_events()
                 known = recorder.tally().calls + counts.get(LOST, 0)
                 known += counts.get("calls not counted for lack of memory", 0)
                 if exact and not (raised and may_raise == "before"):
                     assert known == calls, (name, start, times, known, counts)
                     assert not counts.get("calls not recorded for a fault of instrument"), counts
-                assert recorder.current_id() == 0, (name, start, times)
+                assert recorder.current_span_id() == 0, (name, start, times)
                 assert recorder.open_rows() == [], (name, start, times)
     prepare = {}
 """
@@ -379,7 +379,7 @@ def test_a_thread_whose_first_call_finds_no_memory_runs_and_is_counted() -> None
         thread.start()
         thread.join()
     assert not failures, failures
-    counts = recorder.counts()
+    counts = recorder.count_unusual_events()
     lost = counts.get(LOST, 0)
     assert 0 < lost < total
     found = recorder.tally().calls
@@ -418,7 +418,7 @@ def test_a_coroutine_met_before_runs_where_its_span_finds_no_memory() -> None:
             _testcapi.remove_mem_hooks()
     for made in open_:
         made.close()
-    lost = recorder.counts().get(LOST, 0)
+    lost = recorder.count_unusual_events().get(LOST, 0)
     assert 0 < lost < 400 and calls()["f"] + lost == 400, (calls(), lost)
     print("survived")
     """,
@@ -441,7 +441,7 @@ def test_a_reader_without_memory_gets_an_error_and_nothing_is_lost() -> None:
     readers = {
         "copied": lambda: ring.copied(0), "usage": ring.usage,
         "open": recorder.open_rows, "nodes": lambda: recorder.nodes_from(0), "rings": recorder.rings,
-        "counts": recorder.counts,
+        "counts": recorder.count_unusual_events,
     }
     before = ring.copied(0), ring.usage()
     for name, read in readers.items():
@@ -501,7 +501,7 @@ def test_a_sub_interpreter_records_nothing_and_the_main_one_goes_on() -> None:
             interpreters.destroy(one)
             function()
             assert calls() == {"f": 2 + _}, calls()
-        print("main:", recorder.counts(), recorder.current_id(), recorder.open_rows())
+        print("main:", recorder.count_unusual_events(), recorder.current_span_id(), recorder.open_rows())
         """,
     )
     own = "refused: True\nsame: True\n"
@@ -592,7 +592,7 @@ def test_spans_of_finalisers_without_a_ring_are_counted_and_keep_no_memory() -> 
             thread.join()
         del thread  # from 3.14 on it holds its context, and what is in there dies on this thread
         ended = [ring.ended for ring in rings_of_others()]
-        lost = recorder.counts().get("calls not recorded because their thread was ending", 0)
+        lost = recorder.count_unusual_events().get("calls not recorded because their thread was ending", 0)
         print(len(ended), set(ended), lost + calls()["leaf"])
         """,
     )
@@ -609,7 +609,7 @@ def test_heads_stay_usable_beyond_their_ends(make_recorder: Any) -> None:
     (ring,) = recorder.rings()
     for head in ((1 << 32) - 10, (1 << 62) - 100):
         preset_head(recorder, head)
-        cursor = recorder.cursor()
+        cursor = recorder.make_row_cursor()
         for _ in range(90):
             function()
         assert ring.head == head + 90
@@ -634,13 +634,13 @@ def test_totals_are_exact_up_to_their_ends_and_say_when_they_are_full(make_recor
     assert cell["calls"] == 1 << 32
     assert full - (1 << 30) - (1 << 20) < cell["total_ns"] == cell["self_ns"] < full
     assert list(recorder.tally().histogram([row[0]]).values()) == [1 << 32]  # the lower half has carried
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}
     for _ in range(3):
         recorder.record(site, recorder.now_ns() - (1 << 30), None)
     _, _, (cell,), *_ = recorder.make_reader()._read_totals(None)
     assert (cell["calls"], cell["errors"], cell["total_ns"], cell["self_ns"]) == ((1 << 32) + 3, 0, full, full)
     assert list(recorder.tally().histogram([row[0]]).values()) == [(1 << 32) + 3]
-    (reason,) = recorder.counts()
+    (reason,) = recorder.count_unusual_events()
     assert reason == "additions to totals that had reached their largest value"
     assert recorder.rings()[0].usage()[0][1:] == ((1 << 32) + 3, full, 0)
 
@@ -696,10 +696,10 @@ def test_merging_the_totals_of_ended_threads_carries_too(make_recorder: Any) -> 
         wait_for_ends(recorder, len(recorder.rings()))
     given_up = 7 - len(recorder.rings())
     assert given_up >= 4
-    (line,) = (line for line in recorder.tally().rows() if not line.thread_id)
+    (line,) = (line for line in recorder.tally().iterate_totals() if not line.thread_id)
     assert line.totals.calls == given_up << 32
     assert list(recorder.tally().histogram([line.totals.node], 0).values()) == [given_up * (3 << 31)]
-    assert list(recorder.counts()) == ["additions to totals that had reached their largest value"]
+    assert list(recorder.count_unusual_events()) == ["additions to totals that had reached their largest value"]
 
 
 def wait_for_ends(recorder: Any, rings: int) -> None:
@@ -759,7 +759,7 @@ def test_a_reset_while_spans_are_open_everywhere_counts_each_when_it_ends(record
     assert calls(recorder) == dict.fromkeys(expected, 1)
     assert {span.site.name for span in spans_in(recorder)} == expected
     assert recorder.open_rows() == []
-    assert recorder.current_id() == 0
+    assert recorder.current_span_id() == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -787,7 +787,7 @@ def test_a_forked_child_records_on_while_threads_tasks_and_generators_of_its_par
         def child(generator):
             recorder.after_fork_in_child()
             try:
-                assert recorder.current_id() == 0 and recorder.open_rows() == []
+                assert recorder.current_span_id() == 0 and recorder.open_rows() == []
                 leaf()
                 list(generator)
                 with recorder.scope("own"):
@@ -798,8 +798,9 @@ def test_a_forked_child_records_on_while_threads_tasks_and_generators_of_its_par
                 gc.collect()
                 found = calls()
                 assert found == {"leaf": found["leaf"], "numbers": 1, "in generator": 1, "own": 1}, found
-                assert sum(row.totals.calls for row in recorder.tally().rows()) == 3 + 4, recorder.tally().calls
-                assert recorder.current_id() == 0 and recorder.open_rows() == []
+                rows = list(recorder.tally().iterate_totals())
+                assert sum(row.totals.calls for row in rows) == 3 + 4, recorder.tally().calls
+                assert recorder.current_span_id() == 0 and recorder.open_rows() == []
             except BaseException:
                 sys.excepthook(*sys.exc_info())
                 os._exit(1)
@@ -830,7 +831,7 @@ def test_a_forked_child_records_on_while_threads_tasks_and_generators_of_its_par
             thread.join()
         del generator
         gc.collect()
-        print(calls()["outer"], recorder.current_id(), recorder.open_rows())
+        print(calls()["outer"], recorder.current_span_id(), recorder.open_rows())
         """,
     )
     assert printed == "10 0 []\n"
@@ -924,7 +925,7 @@ def test_collections_that_record_reset_and_end_scopes_in_the_middle_of_our_alloc
         plain()
         found = calls()
         print(found == {"scope": 1, "request": 1, "leaf": 2, "numbers": 1, "inside": 1, "manual": 1, "recorded": 1}
-              or found, recorder.current_id())
+              or found, recorder.current_span_id())
         """,
     )
     assert printed == "True 0\n"
@@ -968,9 +969,9 @@ def test_a_storm_of_signals_whose_handler_raises_leaves_counts_exact_and_the_cha
                 caught += 1
         signal.setitimer(signal.ITIMER_REAL, 0)
         assert caught == handled, (caught, handled)
-        assert recorder.current_id() == 0 and recorder.open_rows() == []
+        assert recorder.current_span_id() == 0 and recorder.open_rows() == []
         found = calls()
-        errors = {row.path[-1].name: row.totals.errors for row in recorder.tally().rows()}
+        errors = {row.path[-1].name: row.totals.errors for row in recorder.tally().iterate_totals()}
         spans = [span for span in spans_in(recorder) if span.site.name == "leaf"]
         assert {len(span.site.name) for span in spans} == {4}
         print(found["outer"] <= caught, found["outer"] > 0.9 * caught, recorder.tally().calls == recorder.calls)
@@ -988,7 +989,7 @@ def test_a_handler_that_gives_itself_up_while_it_runs_is_recorded_to_its_end() -
         for _ in range(20):
             signal.signal(signal.SIGUSR1, wrapped("handler")(handle))
             os.kill(os.getpid(), signal.SIGUSR1)
-        print(calls(), recorder.open_rows(), recorder.counts())
+        print(calls(), recorder.open_rows(), recorder.count_unusual_events())
         """,
     )
     assert printed == "{'handler': 20} [] {}\n"
@@ -1022,7 +1023,7 @@ def test_a_thread_that_python_meets_again_and_again_has_each_of_its_calls_record
             thread = ctypes.c_ulong()
             library.pthread_create(ctypes.byref(thread), None, start, None)
             library.pthread_join(thread, None)
-        print(sorted(calls().items()), recorder.open_rows(), recorder.counts())
+        print(sorted(calls().items()), recorder.open_rows(), recorder.count_unusual_events())
         """,
     )
     assert printed == "[('branch', 51), ('leaf', 51)] [] {}\n"
@@ -1079,7 +1080,7 @@ def test_signals_leave_no_scope_request_coroutine_or_generator_open() -> None:
                     pass
             signal.setitimer(signal.ITIMER_REAL, 0)
             gc.collect()
-            assert recorder.current_id() == 0, (name, recorder.open_rows())
+            assert recorder.current_span_id() == 0, (name, recorder.open_rows())
             assert recorder.open_rows() == [], name
         print("intact")
         """,
@@ -1109,7 +1110,7 @@ def test_a_handlers_exception_is_never_swallowed_while_we_look_at_a_new_thread_o
                 seen += 1
         recorder_module.sys = sys
         contextvars.Context().run(function)
-        print(seen, calls(), recorder.current_id())
+        print(seen, calls(), recorder.current_span_id())
         """,
     )
     assert printed == "5 {'f': 1} 0\n"
@@ -1170,9 +1171,9 @@ def test_tracers_profilers_and_monitors_may_all_run_at_the_same_time(recorder: A
     assert seen["call"] > 1_000
     assert monitoring is None or seen["monitored"] > 1_000
     assert calls(recorder) == {"leaf": 1200, "scope": 600, "fails": 600, "numbers": 600}
-    assert sum(row.totals.errors for row in recorder.tally().rows() if row.path[-1].name == "fails") == 600
-    assert recorder.current_id() == 0
-    assert recorder.counts() == {}
+    assert sum(row.totals.errors for row in recorder.tally().iterate_totals() if row.path[-1].name == "fails") == 600
+    assert recorder.current_span_id() == 0
+    assert recorder.count_unusual_events() == {}
 
 
 # -------------------------------------------------------------------- a ring smaller than a request
@@ -1193,7 +1194,7 @@ def test_a_request_larger_than_the_ring_keeps_its_newest_rows_and_counts_the_oth
             part()
 
     for turn in (1, 2):
-        cursor = recorder.cursor()
+        cursor = recorder.make_row_cursor()
         request()
         (ring,) = recorder.rings()
         total = 1 + 100 + 1000
@@ -1469,7 +1470,7 @@ def test_a_wrapped_function_does_what_the_function_does(
     twice = wrapped(recorder)(own)
     monkeypatch.setattr(sys.modules[__name__], "plain", twice)
     assert case(twice) == expected
-    assert recorder.current_id() == 0
+    assert recorder.current_span_id() == 0
     assert recorder.open_rows() == []
 
 
@@ -1504,7 +1505,7 @@ def test_a_wrapped_function_is_the_target_of_a_spawned_process(tmp_path: Any) ->
             recorder.on = True
 
             def work(queue):
-                queue.put((recorder.current_id() != 0,))
+                queue.put((recorder.current_span_id() != 0,))
 
             work = recorder.wrap(work, Site("work"))
 
@@ -1547,7 +1548,7 @@ def test_rows_read_under_stress_are_whole_and_losses_exact(make_recorder: Any) -
 
     def check(rows: Any) -> None:
         for row in rows:
-            name = recorder.site_of(row).name
+            name = recorder.find_site(row).name
             kind, number = name.split()
             assert 0 < row[5] <= row[6], row
             assert row[1] > 0, row
@@ -1578,7 +1579,7 @@ def test_rows_read_under_stress_are_whole_and_losses_exact(make_recorder: Any) -
             assert totals.self_ns <= totals.total_ns
 
     seen: list[int] = []
-    cursor = recorder.cursor()
+    cursor = recorder.make_row_cursor()
 
     def follow() -> None:
         seen.extend(int(row["span_id"]) for row in read_rows(cursor))
@@ -1614,4 +1615,4 @@ def test_rows_read_under_stress_are_whole_and_losses_exact(make_recorder: Any) -
     assert len(seen) + cursor.lost_rows == total
     kept = sum(min(ring.head, ring.capacity) for ring in recorder.rings())
     assert recorder.losses().get("spans overwritten by newer ones", 0) == total - kept
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}

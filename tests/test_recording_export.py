@@ -80,7 +80,7 @@ class Service:
     def end(self) -> Counter[str]:
         """Have all be sent that there is, as of a process that has ended; the fates of all spans."""
         found, end = self.exported, time.monotonic() + 60
-        while self.look() or not (found.has_ended and found.settle_remaining()):
+        while self.look() or not (found.has_ended and found.settle_remaining_spans()):
             assert time.monotonic() < end
             time.sleep(0.01)
         fates = Counter(found.finish_export())
@@ -165,13 +165,13 @@ def test_a_session_that_ends_while_the_collector_is_silent_on_the_one_before_is_
     first.has_ended = second.has_ended = True
     for _ in range(2):
         service.look()
-        service.run.end_settled()
+        service.run.end_settled_exports()
     assert set(service.run.recordings) == {0, 1}
     service.open.set()
 
     def has_ended_all() -> bool:
         service.look()
-        service.run.end_settled()
+        service.run.end_settled_exports()
         return not service.run.recordings
 
     until(has_ended_all)
@@ -194,7 +194,7 @@ def test_an_export_that_has_paused_ends_though_another_session_has_begun(
 
     def has_ended() -> bool:
         service.look()
-        service.run.end_settled()
+        service.run.end_settled_exports()
         return not service.run.recordings
 
     until(has_ended)
@@ -279,14 +279,14 @@ class Device(Service):
         """Settle the device times of the last spans that ended by then."""
         for row in [row for row in rows_in(self.recorder) if row[6] <= until_ns][-spans:]:
             self.intervals.add_all([(row[1], 0, 7, row[5], row[5] + MS, "exclusive", 0)])
-        self.intervals.publish_settled_ns(until_ns)
+        self.intervals.publish_settled_time(until_ns)
 
 
 @pytest.fixture
 def device(service: Service) -> Device:
     made = Device(service.recorder)
     made.intervals = IntervalRing(1 << 14, partial(service.recorder.find_part_memory, "intervals"))
-    made.intervals.publish_settled_ns(time.monotonic_ns())
+    made.intervals.publish_settled_time(time.monotonic_ns())
     return made
 
 
@@ -334,7 +334,7 @@ def test_requests_that_wait_for_their_device_times_are_counted_once_and_by_statu
 ) -> None:
     device.begin("metered", MeteredFacts(time.monotonic_ns(), asks=True, requests=True))
     device.intervals = IntervalRing(1 << 14, partial(device.recorder.find_part_memory, "intervals"))
-    device.intervals.publish_settled_ns(time.monotonic_ns())
+    device.intervals.publish_settled_time(time.monotonic_ns())
     with collecting(device.behave) as server:
         found = device.handed_over(server)
         service.exporter = device.exporter
@@ -344,7 +344,7 @@ def test_requests_that_wait_for_their_device_times_are_counted_once_and_by_statu
                 pass
         device.look(metered=found)
         assert device.progress().fates["kept"] == 0
-        device.intervals.publish_settled_ns(time.monotonic_ns())
+        device.intervals.publish_settled_time(time.monotonic_ns())
         device.look(metered=found)
         assert device.progress().fates["kept"] == 3
         found.has_ended = True
@@ -374,8 +374,10 @@ def test_rows_left_in_a_recording_for_want_of_room_are_reported(
 @pytest.mark.slow
 def test_fates_of_spans_are_written_while_metrics_wait(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[float] = []
-    write = ExportCheckpoint.write_meter
-    monkeypatch.setattr(ExportCheckpoint, "write_meter", lambda *arguments: written.append(0) or write(*arguments))
+    write = ExportCheckpoint.write_meter_state
+    monkeypatch.setattr(
+        ExportCheckpoint, "write_meter_state", lambda *arguments: written.append(0) or write(*arguments)
+    )
     service.begin("metered", MeteredFacts(time.monotonic_ns(), asks=True, requests=True))
     service.recorder.wrap(lambda: None, ROUTED)()
     with collecting(service.behave, metrics=refuse_with(503)) as server:

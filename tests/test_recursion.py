@@ -168,7 +168,7 @@ def test_a_recursion_on_another_thread_counts_its_time_there(recorder: Any) -> N
 
     work_ = wrapped(recorder, "work", work)
     work_(1)
-    rows = list(recorder.tally().rows())
+    rows = list(recorder.tally().iterate_totals())
     spans = {span.thread_id: span for span in spans_in(recorder)}
     assert [(len(row.path), row.totals.calls) for row in rows] == [(1, 1), (1, 1)]
     assert all(row.totals.total_ns == spans[row.thread_id].total_ns for row in rows)
@@ -224,11 +224,11 @@ def test_a_saved_trace_without_a_tally_has_of_a_recursion_the_tally_that_was_liv
     live = recorder.tally()
     trace = Trace(ORIGIN, 0, time.monotonic_ns(), spans_in(recorder), live.threads)
     loaded, tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace))
-    assert {len(row.path) for row in tally.rows()} == {1, 2, 3, 4}
+    assert {len(row.path) for row in tally.iterate_totals()} == {1, 2, 3, 4}
     assert by_keys(tally) == by_keys(counted(trace.spans)) == by_keys(live)
     assert tally.threads == live.threads
     of_live, of_saved = (
-        format_summary(["events", "ops"], Recording.of_trace(loaded, lambda tally=tally: tally), Options())
+        format_summary(["events", "ops"], Recording.from_trace(loaded, lambda tally=tally: tally), Options())
         for tally in (live, tally)
     )
     assert of_live == of_saved
@@ -240,7 +240,7 @@ def test_the_device_time_of_a_call_inside_another_of_its_path_counts_once_of_spa
         Span(site, number, number - 1, 1, thread, 0, start, end, end - start, end - start, device=(stretch,))
         for number, thread, start, end in [(1, 1, 0, 40), (2, 1, 1, 9), (3, 2, 2, 8), (4, 1, 45, 48)]
     ]
-    (main, other) = counted(spans).rows()
+    (main, other) = counted(spans).iterate_totals()
     # The last one began after those around it had ended.
     assert (main.totals.calls, main.totals.total_ns, main.totals.device_ns) == (3, 43, 90)
     assert (main.totals.elapsed_ns, main.totals.min_ns, main.totals.max_ns) == (50 + 45, 8, 50)
@@ -291,7 +291,7 @@ def test_sites_of_a_full_tally_are_bounded_too(recorder: Any) -> None:
         recorder.wrap(lambda: None, Site(f"site {number}"))()
     tally = recorder.tally()
     assert tally.calls == sites
-    assert 4_096 <= len(list(tally.rows())) < sites
+    assert 4_096 <= len(list(tally.iterate_totals())) < sites
     assert recorder.node_count <= 2 * 4_096 + 1
 
 
@@ -345,7 +345,7 @@ def test_a_reset_gives_the_call_paths_and_scope_names_of_the_session_before_back
         recorder.reset()
         assert by_path(recorder) == {}
         assert recorder.node_count == 1
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}
 
 
 def test_spans_open_at_a_reset_count_at_their_paths_with_their_later_calls(recorder: Any) -> None:
@@ -417,7 +417,9 @@ def test_methods_of_thousands_of_instances_find_their_paths_after_a_reset(record
     for turn in range(4):
         for outer, inner in zip(layers, layers[1:] if turn % 2 else reversed(layers[:-1]), strict=False):
             outer.forward(inner)
-        found = {tuple(site.instance for site in row.path): row.totals.calls for row in recorder.tally().rows()}
+        found = {
+            tuple(site.instance for site in row.path): row.totals.calls for row in recorder.tally().iterate_totals()
+        }
         pairs = zip(range(99), range(1, 100) if turn % 2 else range(98, -1, -1), strict=True)
         assert {path for path in found if len(path) == 2} == {(str(a), str(b)) for a, b in pairs if a != b}
         assert sum(found.values()) == 2 * 99

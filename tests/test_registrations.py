@@ -158,7 +158,7 @@ def test_a_rule_records_a_handler_that_a_framework_took_while_its_module_ran(
         is_in_table = framework == "fastapi" and verdict.target != "handled:user"
         assert verdict.state == ("partly" if is_in_table else "attached"), str(verdict)
         assert ("a tuple in " in verdict.why and "handled.py:10 (TABLE)" in verdict.why) == is_in_table
-    selection.undo()
+    selection.detach_all()
     recorder.reset()
     if framework != "aiohttp":  # an application of which serves one loop
         assert set(ask(module, paths)) == {"you"}
@@ -174,7 +174,7 @@ def test_a_function_of_a_table_goes_to_a_pool_of_processes_as_before(
         sent = ForkingPickler.dumps(function)
         assert pickle.loads(sent) is module.double
     assert module.TABLE["double"] is module.double.__instrument_function__
-    selection.undo()
+    selection.detach_all()
     assert not hasattr(ForkingPickler, "reducer_override")
     assert pickle.loads(sent) is module.double is module.TABLE["double"]
 

@@ -98,7 +98,7 @@ def wait_for(condition: Callable[[], Any], limit_s: float = 120.0) -> None:
 
 def calls(session: Session) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for row in session.tally().rows():
+    for row in session.tally().iterate_totals():
         name = row.path[-1].name
         counts[name] = counts.get(name, 0) + row.totals.calls
     return counts
@@ -122,7 +122,7 @@ def test_new_rules_attach_gone_ones_are_undone_and_the_others_stay_the_very_same
     assert module.second is originals["second"]
     module.handle(1)
     assert calls(session) == {"first": 2, "Engine.step": 1, "handle": 1}
-    assert len({id(row.path[-1]) for row in session.tally().rows() if row.path[-1].name == "first"}) == 1
+    assert len({id(row.path[-1]) for row in session.tally().iterate_totals() if row.path[-1].name == "first"}) == 1
     instrument.stop()
     assert module.handle is originals["handle"]
 
@@ -209,13 +209,13 @@ def test_a_module_that_was_asked_for_by_the_rules_before_a_reload_is_attached_so
         def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
             if fullname == "asked":
                 session.reload(loads('functions: [{match: "asked:late"}]', environ={}))
-                session.selection.attach_unfinished()
+                session.selection.attach_pending_modules()
 
     between = Between()
     sys.meta_path.insert(1, between)
     try:
         asked = importlib.import_module("asked")
-        while session.selection.attach_unfinished():
+        while session.selection.attach_pending_modules():
             pass
         asked.late()
         assert calls(session) == {"late": 1}
@@ -229,17 +229,17 @@ def test_a_sleeping_rule_wants_its_modules_at_every_moment_of_a_reload(monkeypat
     rules = 'functions: [{match: "asleep:first"}]\nlayers: [{type: Linear}]\n'
     selection = Selection(loads(rules, environ={}))
     answers = []
-    lay_down = Selection._attach_or_defer
+    lay_down = Selection._load_or_defer_family
 
     def ask_before(self: Selection, key: str) -> None:
         answers.append({"functions", "layers"} <= {*self._unloaded, *self._families})
         lay_down(self, key)
 
-    monkeypatch.setattr(Selection, "_attach_or_defer", ask_before)
+    monkeypatch.setattr(Selection, "_load_or_defer_family", ask_before)
     try:
         selection.change(loads(rules + "copies: [{directions: [h2d]}]", environ={}))
     finally:
-        selection.undo()
+        selection.detach_all()
     assert answers
     assert all(answers)
 
@@ -283,20 +283,20 @@ def test_layers_keep_their_sites_and_classes_get_their_own_forward_back(recorder
     selection.attach()
     try:
         model(torch.zeros(2))
-        (site,) = {row.path[-1] for row in recorder.tally().rows()}
+        (site,) = {row.path[-1] for row in recorder.tally().iterate_totals()}
         patched = torch.nn.Linear.forward
         attached, undone = selection.change(loads("layers: [{type: ReLU}, {type: Linear}]", environ={}))
         assert (attached, undone) == (["type ReLU"], [])
         assert torch.nn.Linear.forward is patched
         model(torch.zeros(2))
-        counted = {row.path[-1].name: row.totals.calls for row in recorder.tally().rows()}
+        counted = {row.path[-1].name: row.totals.calls for row in recorder.tally().iterate_totals()}
         assert counted == {"Linear": 2, "ReLU": 1}
-        assert site in {row.path[-1] for row in recorder.tally().rows()}
+        assert site in {row.path[-1] for row in recorder.tally().iterate_totals()}
         assert [verdict.target for verdict in selection.verdicts() if verdict.site] == ["1", "0"]
         attached, undone = selection.change(loads("layers: [{type: ReLU, name: act}]", environ={}))
         assert torch.nn.Linear.forward is linear
         model(torch.zeros(2))
-        counted = {row.path[-1].name: row.totals.calls for row in recorder.tally().rows()}
+        counted = {row.path[-1].name: row.totals.calls for row in recorder.tally().iterate_totals()}
         assert counted == {"Linear": 2, "ReLU": 1, "act": 1}
         selection.change(loads("", environ={}))
         assert torch.nn.ReLU.forward is relu
@@ -305,7 +305,7 @@ def test_layers_keep_their_sites_and_classes_get_their_own_forward_back(recorder
         model(torch.zeros(2))
         assert [verdict.target for verdict in selection.verdicts() if verdict.site] == ["1"]
     finally:
-        selection.undo()
+        selection.detach_all()
 
 
 @pytest.mark.slow
@@ -348,7 +348,7 @@ def test_no_call_fails_and_none_loses_its_place_while_threads_call_and_profiles_
     for span in by_id.values():
         above = by_id.get(span.parent_id)
         assert above is None or above.site.name in ("handle", "Engine.step", "Engine.rest")
-    assert RECORDER.current_id() == 0
+    assert RECORDER.current_span_id() == 0
 
 
 @pytest.mark.slow
@@ -607,7 +607,7 @@ def test_stop_waits_for_the_reload_that_has_begun() -> None:
     )
     exporting: Any = SimpleNamespace(publish_facts=lambda **_: None)
     thread = ControlThread(generations, membership, exporting, lambda: None)
-    thread.watch()
+    thread.watch_file()
     assert begun.wait(240)
     thread.stop(20)
     assert done.is_set()

@@ -22,7 +22,7 @@ ROUTE = Site("GET /chat/{id}", "request")
 
 def paths(recorder: Any) -> Counter[tuple[str, ...]]:
     found: Counter[tuple[str, ...]] = Counter()
-    for row in recorder.tally().rows():
+    for row in recorder.tally().iterate_totals():
         found[tuple(site.name for site in row.path)] += row.totals.calls
     return found
 
@@ -46,13 +46,13 @@ def test_a_renamed_request_and_what_is_open_or_begins_below_it_count_at_the_new_
         (route,): 1, (route, "outer"): 1, (route, "outer", "inner"): 1, (route, "outer", "inner", "work"): 1,
         (route, "outer", "work"): 1, ("GET", "work"): 1,
     }  # fmt: skip
-    (row,) = [row for row in recorder.tally().rows() if row.path == (ROUTE,)]
+    (row,) = [row for row in recorder.tally().iterate_totals() if row.path == (ROUTE,)]
     assert row.totals.total_ns > 0
     assert sum(recorder.tally().histogram([row.totals.node]).values()) == 1
     (span,) = [span for span in spans_in(recorder) if span.site is ROUTE]
     assert span.root_id == span.span_id
     assert {span.root_id for span in spans_in(recorder)} == {span.span_id}
-    assert recorder.counts() == {}
+    assert recorder.count_unusual_events() == {}
 
 
 def test_the_rest_of_an_app_that_runs_in_another_task_and_in_a_thread_moves_with_its_request(recorder: Any) -> None:
@@ -146,7 +146,7 @@ def test_a_span_renamed_to_what_is_around_it_folds_and_counts_its_time_once(reco
         with recorder.make_scope("c"):
             pass
     assert paths(recorder) == {("a",): 2, ("a", "c"): 1}
-    (row,) = [row for row in recorder.tally().rows() if len(row.path) == 1]
+    (row,) = [row for row in recorder.tally().iterate_totals() if len(row.path) == 1]
     longest = max(span.total_ns for span in spans_in(recorder))
     assert row.totals.total_ns == row.totals.max_ns == longest
     assert outer is not inner
@@ -156,7 +156,7 @@ def test_a_recursion_whose_outer_call_is_renamed_is_one_no_more(recorder: Any) -
     with recorder.make_scope("a") as outer, recorder.make_scope("b"), recorder.make_scope("a"):
         recorder.rename(outer._frame, Site("z"))
     assert paths(recorder) == {("z",): 1, ("z", "b"): 1, ("z", "b", "a"): 1}
-    (row,) = [row for row in recorder.tally().rows() if len(row.path) == 3]
+    (row,) = [row for row in recorder.tally().iterate_totals() if len(row.path) == 3]
     assert row.totals.total_ns == row.totals.max_ns > 0
 
 
@@ -169,7 +169,7 @@ def test_renaming_what_is_not_open_or_to_another_kind_is_counted_and_changes_not
     recorder.rename(frame, ROUTE)
     recorder.rename(None, ROUTE)
     assert paths(recorder) == {("GET",): 1}
-    assert recorder.counts() == {
+    assert recorder.count_unusual_events() == {
         "span not renamed to a site of another kind": 2, "span renamed that is not open": 1,
     }  # fmt: skip
 
@@ -215,12 +215,12 @@ def test_spans_hidden_by_another_context_of_the_thread_move_and_are_shown(record
     shown = []
 
     def elsewhere() -> None:
-        shown.append(Counter(recorder.site_of(row).name for _, row in recorder.open_rows()))
+        shown.append(Counter(recorder.find_site(row).name for _, row in recorder.open_rows()))
         recorder.rename(request._frame, ROUTE)
 
     def endpoint() -> None:
         before.run(recorder.wrap(elsewhere, Site("elsewhere")))
-        shown.append(Counter(recorder.site_of(row).name for _, row in recorder.open_rows()))
+        shown.append(Counter(recorder.find_site(row).name for _, row in recorder.open_rows()))
         recorder.wrap(nothing, Site("work"))()
 
     def serve() -> None:
@@ -251,4 +251,4 @@ def test_open_spans_are_shown_under_their_new_names(recorder: Any) -> None:
     with recorder.make_scope("GET", kind="request") as request:
         recorder.rename(request._frame, ROUTE)
         ((_, row),) = recorder.open_rows()
-        assert recorder.site_of(row) is ROUTE
+        assert recorder.find_site(row) is ROUTE

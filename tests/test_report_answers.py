@@ -23,7 +23,7 @@ def answers_of(*told: Mapping[str, Any]) -> Answers:
     spans = [Span(CHAT, number + 1, 0, number + 1, 1, 0, 0, 10, 10, 0) for number in range(len(told))]
     for span, its in zip(spans, told, strict=True):
         span.attributes = its
-    return Answers.of(columns_of_spans(spans).attributes, np.arange(len(spans)))
+    return Answers.read_answers(columns_of_spans(spans).attributes, np.arange(len(spans)))
 
 
 def test_answers_are_counted_by_the_class_of_their_status() -> None:

@@ -20,7 +20,7 @@ PREFILL = Site("engine.prefill", "step")
 
 def recording_of(spans: list[Span]) -> Recording:
     spans = sorted(spans, key=lambda span: span.start_ns)
-    return Recording.of_trace(Trace(Origin(1, "shop", 0, 1_700_000_000 * 10**9), 0, 2000, spans))
+    return Recording.from_trace(Trace(Origin(1, "shop", 0, 1_700_000_000 * 10**9), 0, 2000, spans))
 
 
 def mixed() -> list[Span]:

@@ -22,7 +22,7 @@ from instrument.report.benchmark_view import (
     Spread,
     benchmark,
     format_benchmark_line,
-    show_benchmark,
+    make_view,
 )
 from instrument.report.section import summary_document
 from instrument.report.view import Options, Recording
@@ -39,7 +39,7 @@ def of(steps: list[tuple[float, float, int | None]], skip: int = 10) -> LoopTime
     """The loop of steps that are given as batch cost and reader cost in ms, and samples."""
     found = Benchmark(skip)
     for batch_ms, reader_ms, samples in steps:
-        found.add(round(batch_ms * MS), round(reader_ms * MS), samples)
+        found.add_step(round(batch_ms * MS), round(reader_ms * MS), samples)
     return found.measure_loop_times()
 
 
@@ -108,7 +108,7 @@ def test_one_line_says_the_averages_in_seconds() -> None:
     found = Benchmark()
     assert format_benchmark_line(found) == "batch_cost: - s ips: - steps/s"
     for batch_ms, reader_ms, samples in CASES["20 iters, batch i ms (1..20), reader 0.1*i ms, 4 samples"]:
-        found.add(round(batch_ms * MS), round(reader_ms * MS), samples)
+        found.add_step(round(batch_ms * MS), round(reader_ms * MS), samples)
     assert format_benchmark_line(found) == "reader_cost: 0.00155 s batch_cost: 0.01550 s ips: 258.065 samples/s"
     assert format_benchmark_line(found, "images").endswith(" images/s")
 
@@ -152,11 +152,11 @@ def training() -> Trace:
 
 
 def loops_of(trace: Trace, **options: Any) -> tuple[LoopTimes, ...]:
-    return benchmark(Recording.of_trace(trace), Options(**options)).loops
+    return benchmark(Recording.from_trace(trace), Options(**options)).loops
 
 
 def test_the_layout_of_a_training_loop() -> None:
-    assert is_golden("benchmark", text_of(benchmark(Recording.of_trace(training()), Options(skip_first=2))))
+    assert is_golden("benchmark", text_of(benchmark(Recording.from_trace(training()), Options(skip_first=2))))
 
 
 def test_steps_and_their_loaders_are_read_from_spans() -> None:
@@ -287,11 +287,11 @@ def test_a_profiler_counts_all_its_steps_and_a_window_those_in_it() -> None:
 
 def test_without_steps_it_says_how_to_get_some() -> None:
     views = (
-        benchmark(Recording.of_trace(trace_of(made(WORK, 0, 1))), Options()),
-        show_benchmark(Benchmark(), Options()),
+        benchmark(Recording.from_trace(trace_of(made(WORK, 0, 1))), Options()),
+        make_view(Benchmark(), Options()),
     )
     for view in views:
         assert isinstance(view, Loops)
         assert "No step was recorded. A step is the time between two calls of `Profiler.step()`" in text_of(view)
-    document = summary_document(["benchmark"], Recording.of_trace(training()), Options())
+    document = summary_document(["benchmark"], Recording.from_trace(training()), Options())
     assert document["views"]["benchmark"]["loops"][0]["rate_of"] == "samples"

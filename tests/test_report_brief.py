@@ -27,7 +27,7 @@ from instrument.report.phases_view import phases
 from instrument.report.requests_view import requests
 from instrument.report.section import format_summary
 from instrument.report.self_times_view import ops
-from instrument.report.table import LINE, column_width
+from instrument.report.table import LINE, measure_width
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 
@@ -41,7 +41,7 @@ def trace_of(spans: list[Span], **facts: Any) -> Trace:
 
 
 def made(trace: Trace, **options: Any) -> Brief:
-    return brief(Recording.of_trace(trace), Options(**options))
+    return brief(Recording.from_trace(trace), Options(**options))
 
 
 def text_of(trace: Trace, **options: Any) -> str:
@@ -116,15 +116,15 @@ def test_the_busy_time_of_a_device_that_may_be_waiting_for_the_host_is_a_line_be
 @pytest.mark.parametrize("unit", ["ms", "ns"])
 @pytest.mark.parametrize("make", [service, hostile, crowded, job])
 def test_a_screen_is_a_screen_whatever_was_recorded(make: Callable[[], Trace], unit: str) -> None:
-    for recording in (Recording.of_trace(make()), running(make())):
+    for recording in (Recording.from_trace(make()), running(make())):
         lines = format_summary(["brief"], recording, Options(unit=unit)).splitlines()
         assert len(lines) <= MOST_LINES
-        assert max(map(column_width, lines)) <= LINE
+        assert max(map(measure_width, lines)) <= LINE
 
 
 @given(traces(), CHOICES)
 def test_any_spans_and_options_make_one_screen(trace: Trace, options: Options) -> None:
-    assert len(format_summary(["brief"], Recording.of_trace(trace), options).splitlines()) <= MOST_LINES
+    assert len(format_summary(["brief"], Recording.from_trace(trace), options).splitlines()) <= MOST_LINES
 
 
 def test_rows_without_room_on_the_screen_are_counted() -> None:
@@ -138,12 +138,12 @@ def test_rows_without_room_on_the_screen_are_counted() -> None:
 
 def test_no_number_is_made_a_second_time() -> None:
     trace = service()
-    recording, few, seven = Recording.of_trace(trace), Options(rows=6, at_most=6), Options(rows=7)
+    recording, few, seven = Recording.from_trace(trace), Options(rows=6, at_most=6), Options(rows=7)
     found = brief(recording, Options())
     assert found.requests == requests(recording, few)
     assert found.device == device(recording, few)
     assert found.places == ops(recording, seven).functions[0]
-    of_job = Recording.of_trace(job())
+    of_job = Recording.from_trace(job())
     found = brief(of_job, Options())
     assert found.steps == benchmark(of_job, few)
     assert found.phases == phases(of_job, few)
@@ -226,7 +226,7 @@ def test_it_is_what_a_process_prints_while_it_runs_at_its_end_and_later_from_its
     assert "Profiling Report" in deep
     assert "Summary of shop" not in deep
     saved = chrome.load("t.json")[0]
-    assert format_summary(["brief"], Recording.of_trace(saved), Options()) == later
+    assert format_summary(["brief"], Recording.from_trace(saved), Options()) == later
 
 
 def test_the_help_of_report_says_what_each_view_shows() -> None:

@@ -16,7 +16,7 @@ from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Sp
 from instrument.report import copies_view as view
 from instrument.report.copies_view import CopyUse, sum_by_direction
 from instrument.report.copies_view import sum_copies as copy_uses_of_columns
-from instrument.report.table import LINE, column_width
+from instrument.report.table import LINE, measure_width
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 
@@ -36,7 +36,7 @@ def copied(where: Site, size: Any, host_ms: float, device_ms: float | None = Non
 
 
 def copies(trace: Trace, **options: Any) -> str:
-    return text_of(view.copies(Recording.of_trace(changed(trace)), Options(**options)))
+    return text_of(view.copies(Recording.from_trace(changed(trace)), Options(**options)))
 
 
 def trace_of(*spans: Span, **facts: Any) -> Trace:
@@ -61,7 +61,7 @@ def every_direction() -> Trace:
 
 def copy_uses(trace: Trace) -> list[CopyUse]:
     """Return the uses of the spans' columns."""
-    return copy_uses_of_columns(Recording.of_trace(changed(trace)).columns)
+    return copy_uses_of_columns(Recording.from_trace(changed(trace)).columns)
 
 
 def test_the_layout_to_the_column() -> None:
@@ -175,7 +175,7 @@ def test_directions_add_up_and_no_name_breaks_a_line(
     assert sum(use.moved_bytes for use in uses) == sum(size for *_, size in made)
     assert {use.direction for use in uses} == {way for way, *_ in made}
     text = copies(trace, rows=rows)
-    assert all(column_width(line) <= LINE for line in text.splitlines())
+    assert all(measure_width(line) <= LINE for line in text.splitlines())
     assert text.replace("\n", "").isprintable()
 
 

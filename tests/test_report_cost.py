@@ -93,7 +93,7 @@ def test_the_layout_of_a_running_service() -> None:
 
 def test_the_layout_of_a_saved_trace_that_knows_less(tmp_path: Path) -> None:
     trace, tally = chrome.load(chrome.dump(tmp_path / "t.json", trace_of_a_service()))
-    assert is_golden("cost_saved", text_of(cost(Recording.of_trace(trace, lambda: tally), Options(rows=1))))
+    assert is_golden("cost_saved", text_of(cost(Recording.from_trace(trace, lambda: tally), Options(rows=1))))
 
 
 def check_sums(view: InstrumentationCost) -> None:
@@ -117,7 +117,7 @@ def test_the_parts_and_the_sites_add_up(
 ) -> None:
     trace = trace_of_a_service()
     trace.cost = Cost(calls, each_ns, 100 * MS, thread_ns)
-    check_sums(cost(Recording.of_trace(trace), Options(rows=rows, least_ns=least_ns)))
+    check_sums(cost(Recording.from_trace(trace), Options(rows=rows, least_ns=least_ns)))
 
 
 def test_the_sites_cost_their_calls_at_what_one_of_their_probes_costs() -> None:
@@ -167,7 +167,7 @@ def test_a_summary_says_the_cost_once() -> None:
 def test_a_trace_of_another_profiler_does_not_say_what_it_cost() -> None:
     trace = Trace(Origin(1, "", 0, 0, "other"), 0, 9, [span(1, CHAT, 0, 1)])
     assert "What it cost is not known: the trace does not say it.\n" in text_of(
-        cost(Recording.of_trace(trace), Options())
+        cost(Recording.from_trace(trace), Options())
     )
 
 
@@ -248,7 +248,7 @@ def test_every_number_is_that_of_the_raw_spans(trace: Trace, each_ns: int, threa
             stats(), added_ns=lambda sites: [cost_of[site] for site in sites], passed=muted, muted=set(list(muted)[:1])
         )
 
-    recording = running(trace) if is_live else Recording.of_trace(trace)
+    recording = running(trace) if is_live else Recording.from_trace(trace)
     if is_live:
         recording.make_stats = kept
     view = cost(recording, Options())

@@ -17,7 +17,7 @@ from instrument import chrome
 from instrument.recording.spans import DeviceInterval, Origin, Site, Span
 from instrument.report import device_view as view
 from instrument.report.device_use import measure_utilisation
-from instrument.report.table import LINE, column_width
+from instrument.report.table import LINE, measure_width
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 
@@ -33,7 +33,7 @@ H2D = Site(
 
 
 def device(trace: Trace, **options: Any) -> str:
-    return text_of(view.device(Recording.of_trace(trace), Options(**options)))
+    return text_of(view.device(Recording.from_trace(trace), Options(**options)))
 
 
 def made(span_id: int, site: Site, start_ms: float, end_ms: float, *on: DeviceInterval, parent: int = 0) -> Span:
@@ -192,7 +192,7 @@ def test_no_name_breaks_a_line_or_its_width(given: list[str], label: str, unit: 
         child = Site(name, "op", device=True)
         spans += [root, Span(child, 20 + number, 10 + number, 10 + number, 1, 0, 0, 1, 1, 1, device=(lost,))]
     text = device(Trace(Origin(1, "s", 0, 0), 0, unit * 10, spans), rows=rows)
-    assert all(column_width(line) <= LINE for line in text.splitlines())
+    assert all(measure_width(line) <= LINE for line in text.splitlines())
     assert text.replace("\n", "").isprintable()
     assert len(text.split("\n")) == len(text.splitlines()) + 1
 
@@ -200,7 +200,7 @@ def test_no_name_breaks_a_line_or_its_width(given: list[str], label: str, unit: 
 def test_a_saved_file_says_the_same_as_the_trace_it_was_made_from(tmp_path: Path) -> None:
     trace = replace(service(), held_from_ns=10 * MS)
     loaded, _ = chrome.load(chrome.dump(tmp_path / "trace.json.gz", trace))
-    assert measure_utilisation(Recording.of_trace(loaded)) == measure_utilisation(Recording.of_trace(trace))
+    assert measure_utilisation(Recording.from_trace(loaded)) == measure_utilisation(Recording.from_trace(trace))
     assert device(loaded) == device(trace)
 
 

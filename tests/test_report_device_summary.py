@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from instrument.recording.metrics import GAUGES
 from instrument.recording.spans import HOST, Gpu, Sample
-from instrument.report.device_view import DeviceRow, make_device_rows
+from instrument.report.device_view import DeviceRow, make_gauge_rows
 from instrument.report.device_view import summarise_gauges as summary_of
 from instrument.report.view import Options
 
@@ -69,7 +69,7 @@ sm_active: % of the streaming multiprocessors, busy on average since the reading
 
 
 def test_rows_are_plain_numbers_in_the_units_of_the_gauges() -> None:
-    rows = {(row.label, row.gauge): row for row in make_device_rows(READ)}
+    rows = {(row.label, row.gauge): row for row in make_gauge_rows(READ)}
     assert rows["CPU(Process)", "process_memory"] == DeviceRow(
         HOST, "CPU(Process)", "process_memory", 1, 2**30, 2**30, 2**30
     )
@@ -94,7 +94,7 @@ values = st.none() | st.integers(0, 100) | st.floats(0, 1e15)
 @given(st.lists(st.builds(sample, st.sampled_from(list(GAUGES)), st.integers(-1, 3), st.integers(0, 9), values)))
 def test_every_gauge_of_every_device_has_one_row_within_its_bounds(samples: list[Sample]) -> None:
     samples.sort(key=lambda s: s.at_ns)
-    rows = make_device_rows(samples)
+    rows = make_gauge_rows(samples)
     assert len(rows) == len({(s.name, s.device) for s in samples})
     assert sum(row.samples for row in rows) == sum(s.value is not None for s in samples)
     for row in rows:

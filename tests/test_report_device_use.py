@@ -31,7 +31,7 @@ def trace_of(spans: list[Span], window: Interval = WINDOW, **facts: int) -> Trac
 
 
 def utilisation_of(trace: Trace) -> Utilisation:
-    return measure_utilisation(Recording.of_trace(trace))
+    return measure_utilisation(Recording.from_trace(trace))
 
 
 def made(

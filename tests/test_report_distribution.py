@@ -20,7 +20,7 @@ from instrument.report.overview_view import (
     OperationUse,
     distribution,
 )
-from instrument.report.table import column_width
+from instrument.report.table import measure_width
 from instrument.report.view import Options, Recording
 from instrument.trace.trace import Trace
 
@@ -29,7 +29,7 @@ STEP, F, COMM = Site("step", "step"), Site("f", "op", device=True), Site("all_re
 
 
 def view(trace: Trace, **options: object) -> DistributionView:
-    return distribution(Recording.of_trace(changed(trace)), Options(**options))  # type: ignore[arg-type]
+    return distribution(Recording.from_trace(changed(trace)), Options(**options))  # type: ignore[arg-type]
 
 
 def made(*spans: tuple[Site, int, int, int]) -> Trace:
@@ -128,7 +128,7 @@ def test_rows_sum_the_rest_nothing_says_what_to_do_and_hostile_names_fit_the_lin
     names = ["x" * 300, "\n\x1b[31m" + "層" * 200, "small"]
     trace = made(*((Site(name, "comm"), 1, 10 * at, 10 * at + 9 - at) for at, name in enumerate(names)))
     lines = text_of(view(trace)).splitlines()
-    assert max(map(column_width, lines)) <= 100
+    assert max(map(measure_width, lines)) <= 100
     assert "\x1b" not in "".join(lines)
     use = view(trace, rows=1)
     assert [(one.calls, one.host_ns / MS) for one in use.operations] == [(1, 9.0), (2, 15.0)]

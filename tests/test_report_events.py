@@ -27,9 +27,9 @@ from instrument.report.events_view import Events, events
 from instrument.report.section import format_summary
 from instrument.report.table import (
     LINE,
-    column_width,
     compact_number,
     make_table_lines,
+    measure_width,
     printable,
     shorten,
     shorten_distinctly,
@@ -113,7 +113,7 @@ def rows_of(tally: Tally, **options: object) -> list[EventRow]:
 
 def screen(text: str) -> str:
     """A line as a terminal lays it out: a wide character fills two cells."""
-    return "".join(char + "\0" * (column_width(char) - 1) for char in text)
+    return "".join(char + "\0" * (measure_width(char) - 1) for char in text)
 
 
 def table_lines(report: str, section: str = "Event Summary") -> list[str]:
@@ -203,14 +203,14 @@ def test_every_number_of_paddles_own_report_is_reproduced_in_its_order(index: in
     for our, row, their in zip(ours, objects, theirs, strict=True):
         name = their["Event"] if depth_of(their["Event"]) == 0 else without_tag(their["Event"])
         before = re.match(r" *(thread\d+::)?", name)[0]
-        room = column_width(our["Event"]) - len(before)
+        room = measure_width(our["Event"]) - len(before)
         assert our["Event"] == before + shorten(name[len(before) :], room)
         expected = {key: their[key].replace("0.0179763", "0.0179762") for key in FLUID_CELLS}
         assert in_fluids_digits(row) == expected
         shown = {key: compact_number(float(expected[key])) for key in ("Total", "Min.", "Max.", "Ave.")}
         shown |= {"Calls": expected["Calls"], "Ratio.": compact_number(float(expected["Ratio."]), 6)}
         assert {key: our[key] for key in shown} == shown
-    assert max(map(column_width, text_of(view).splitlines())) <= LINE
+    assert max(map(measure_width, text_of(view).splitlines())) <= LINE
 
 
 def test_the_sections_of_paddles_own_report_are_reproduced_to_the_letter() -> None:
@@ -931,7 +931,7 @@ def test_no_tally_and_no_name_breaks_a_line_or_runs_into_the_next_column(
         lambda: made(tally), lambda: trace, losses=dict.fromkeys(words, 1), notes=words, recorder="native"
     )
     text = format_summary(["events"], recording, Options(**options))
-    assert all(line.isprintable() and column_width(line) <= LINE for line in text.split("\n"))
+    assert all(line.isprintable() and measure_width(line) <= LINE for line in text.split("\n"))
     for report in reports(text) if made(tally).calls else []:
         header, *lines = (screen(line) for line in table_lines(report))
         starts = [m.start() for m in re.finditer(r"(?:CPU|GPU) Time \(Ratio\)|\S+", header)]
@@ -1033,7 +1033,7 @@ def test_a_row_is_a_frozen_value_that_becomes_plain_data() -> None:
 )
 def test_a_long_text_loses_its_middle(text: str, limit: int, short: str) -> None:
     assert shorten(text, limit) == short
-    assert column_width(short) <= limit
+    assert measure_width(short) <= limit
 
 
 MARKED = st.one_of(st.sampled_from("ae漢か\u0301\u3099\u20dd"), st.characters(exclude_characters="."))
@@ -1043,11 +1043,11 @@ MARKED = st.one_of(st.sampled_from("ae漢か\u0301\u3099\u20dd"), st.characters(
 def test_a_shortened_text_keeps_its_room_and_each_mark_its_character(text: str, limit: int) -> None:
     shown = printable(text)
     short = shorten(shown, limit)
-    assert column_width(short) <= limit
+    assert measure_width(short) <= limit
     if short != shown:
         head, _, tail = short.partition("...")
-        assert not tail or column_width(tail[0]), "the tail begins with a mark"
-        assert not head or column_width(shown[len(head)]), "the head has lost a mark"
+        assert not tail or measure_width(tail[0]), "the tail begins with a mark"
+        assert not head or measure_width(shown[len(head)]), "the head has lost a mark"
 
 
 def test_names_that_differ_in_a_mark_alone_are_parted_before_its_character() -> None:
@@ -1079,15 +1079,15 @@ def test_a_thousand_texts_that_each_begin_with_the_one_before_differ() -> None:
         texts = [" > ".join(["calls_itself"] * depth) + end for depth in range(1, 1000)]
         short = shorten_distinctly(texts, 40)
         assert len(set(short)) == len(texts)
-        assert all(column_width(one) <= 40 for one in short)
+        assert all(measure_width(one) <= 40 for one in short)
 
 
 @given(st.lists(st.text("ab測.", max_size=60), max_size=6), st.integers(16, 40))
 def test_shortened_texts_keep_their_room_and_are_the_same_where_the_texts_are(texts: list[str], limit: int) -> None:
     short = shorten_distinctly(texts, limit)
-    assert all(column_width(one) <= limit for one in short)
+    assert all(measure_width(one) <= limit for one in short)
     assert len(set(short)) == len(set(texts))
-    assert all(one == text for one, text in zip(short, texts, strict=True) if column_width(text) <= limit)
+    assert all(one == text for one, text in zip(short, texts, strict=True) if measure_width(text) <= limit)
 
 
 @pytest.mark.parametrize(
@@ -1192,7 +1192,7 @@ def test_every_row_and_every_sum_is_that_of_the_raw_spans(trace: Trace, tracer_o
     in_order = sorted(calls.items(), key=lambda item: list(map(repr, item[0])))
     expected = [(len(key) - 1, numbers(key, spans)) for key, spans in in_order]
     options = Options(tracer_option=tracer_option, state=state, threads="merged")
-    view = events(Recording.of_trace(trace), options)
+    view = events(Recording.from_trace(trace), options)
     ours = [
         (row.depth, (row.calls, row.errors, row.total_ns, row.host_ns, row.device_ns, row.elapsed_ns,
                      (row.min_ns, row.max_ns), row.p50_ns is not None, row.p99_ns is not None, row.ave_ns, row.ratio,

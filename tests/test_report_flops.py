@@ -35,7 +35,7 @@ def late_imports() -> None:
 
 
 def view(trace: Trace, **options: object) -> Operators:
-    return operators(Recording.of_trace(changed(trace)), Options(**options))  # type: ignore[arg-type]
+    return operators(Recording.from_trace(changed(trace)), Options(**options))  # type: ignore[arg-type]
 
 
 def rows(trace: Trace, **options: object) -> dict[str, FlopRow]:
@@ -270,7 +270,7 @@ def test_many_operators_deep_in_one_another_take_no_longer_for_it() -> None:
     trace = Trace(Origin(1, "shop", 0, 0), 0, 10**9, spans)
     tracemalloc.start()
     try:
-        table = make_flop_table(Recording.of_trace(changed(trace)), Options(rows=1))
+        table = make_flop_table(Recording.from_trace(changed(trace)), Options(rows=1))
         assert tracemalloc.get_traced_memory()[1] < 64 << 20
     finally:
         tracemalloc.stop()

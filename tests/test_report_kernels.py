@@ -18,7 +18,7 @@ from instrument import chrome, cli
 from instrument.errors import TraceError
 from instrument.recording.spans import DeviceInterval, Kernel, Origin, Site, Span
 from instrument.report.kernels_view import KERNELS, NOWHERE, SHARED, STRETCHES, UNKNOWN, Kernels, kernels
-from instrument.report.table import LINE, column_width
+from instrument.report.table import LINE, measure_width
 from instrument.report.view import Options, Recording, make_json_values
 from instrument.trace.trace import Trace
 
@@ -28,7 +28,7 @@ KIND = {"Kernel": "kernel", "Memcpy": "copy", "Memset": "fill"}
 
 
 def view_of(trace: Trace, **options: Any) -> Kernels:
-    return kernels(Recording.of_trace(trace), Options(**options))
+    return kernels(Recording.from_trace(trace), Options(**options))
 
 
 def span(name: str, span_id: int, start_ns: int, end_ns: int, **facts: Any) -> Span:
@@ -266,7 +266,7 @@ def test_names_of_any_kind_keep_the_lines_whole(name: str) -> None:
         kernels=[Kernel(name, "kernel", 0, 7, MS, 2 * MS, 4321, MS), Kernel(name + "2", "kernel", 1, 7, MS, 3 * MS)],
     )  # fmt: skip
     lines = view_of(trace).lines()
-    assert all(line.isprintable() and column_width(line) <= LINE + 8 for line in lines), lines
+    assert all(line.isprintable() and measure_width(line) <= LINE + 8 for line in lines), lines
 
 
 def test_kernels_that_differ_in_their_template_arguments_are_distinguished() -> None:

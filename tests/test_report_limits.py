@@ -133,7 +133,7 @@ def test_no_text_of_a_file_makes_a_line_of_a_report_longer_than_a_screen(tmp_pat
     for known in ("request of it", "lost things", "nowhere.x:y", "unknown_service", "MainThread"):
         path.write_text(document.replace(known, known + "xy" * 30_000))
         assert path.read_text() != document
-        text = format_summary(VIEWS, Recording.of_saved(chrome.read(path)), Options(tracer_option="AllOpDetail"))
+        text = format_summary(VIEWS, Recording.from_file(chrome.read(path)), Options(tracer_option="AllOpDetail"))
         assert max(map(len, text.splitlines())) < 400
     facts = json.loads(document)
     facts["instrument"]["sites"][0]["kind"] = "x" * 60_000

@@ -39,7 +39,7 @@ from instrument.report.memory_view import (
     count_allocations,
     memory,
 )
-from instrument.report.table import LINE, column_width
+from instrument.report.table import LINE, measure_width
 from instrument.report.view import Options, Recording, make_json_values
 from instrument.trace.trace import Allocation, Allocations, Trace
 
@@ -48,7 +48,7 @@ MIB = 1 << 20
 
 
 def view_of(trace: Trace, **options: Any) -> MemoryView:
-    return memory(Recording.of_trace(trace), Options(**options))
+    return memory(Recording.from_trace(trace), Options(**options))
 
 
 def allocations_of(*changes: tuple[int, int, int], device: int = 0, thread: int = 4321) -> list[Allocation]:
@@ -157,7 +157,7 @@ def test_names_of_any_kind_keep_the_lines_whole() -> None:
         trace.threads = {4321: name}
         for threads in ("merged", "apart"):
             lines = view_of(trace, threads=threads).lines()
-            assert all(line.isprintable() and column_width(line) <= LINE for line in lines), lines
+            assert all(line.isprintable() and measure_width(line) <= LINE for line in lines), lines
 
 
 # ---------------------------------------------------------------- whose it was
@@ -375,7 +375,7 @@ def test_allocations_of_any_kind_are_counted_as_one_after_the_other(
     """Allocations in any order too: another's file may have them so."""
     trace = Trace(Origin(1, "shop", 0, 0, recorder), 0, 60, spans, watched=(0, 62), held_from_ns=held_from_ns)
     trace.allocations = Allocations.from_objects(found) if packed else found
-    recording = Recording.of_trace(trace)
+    recording = Recording.from_trace(trace)
     all_spans = np.ones(len(spans), dtype=np.bool_)
     assert count_allocations(recording, state, apart, all_spans) == counted_one_by_one(recording, state, apart)
 

@@ -55,7 +55,7 @@ def shared_engine() -> list[Span]:
 
 def recording_of(spans: list[Span]) -> Recording:
     spans.sort(key=lambda span: span.start_ns)
-    return Recording.of_trace(Trace(Origin(1, "shop", 0, 1_700_000_000 * 10**9), 0, 30_000, spans))
+    return Recording.from_trace(Trace(Origin(1, "shop", 0, 1_700_000_000 * 10**9), 0, 30_000, spans))
 
 
 def test_each_wait_is_charged_to_those_who_were_served_or_blocked_the_loop() -> None:
@@ -130,7 +130,7 @@ def by_hand(recording: Recording, group: list[int], count: int) -> Counter[tuple
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_bill_equals_one_that_is_made_by_hand(seed: int) -> None:
-    recording = Recording.of_trace(Service(seed, requests=25, a_second=2_000).run())
+    recording = Recording.from_trace(Service(seed, requests=25, a_second=2_000).run())
     rng, count = random.Random(seed), 3
     joined = recording.joined
     group = [rng.randrange(count) for _ in joined.rows]
@@ -237,7 +237,7 @@ def test_a_replay_of_an_engine_with_prefills_and_decodes_reproduces_its_queues()
     for number, at in enumerate(arrivals):
         spans.append(of_tenant(made(number + 1, CHAT, at, ends[f"r{number}"], key=f"r{number}"), "ab"[number % 2]))
     spans.sort(key=lambda span: span.start_ns)
-    bill = neighbours(Recording.of_trace(Trace(Origin(1, "shop", 0, 1), 0, now, spans)), BY_TENANT)
+    bill = neighbours(Recording.from_trace(Trace(Origin(1, "shop", 0, 1), 0, now, spans)), BY_TENANT)
     assert bill.replayed_ns == pytest.approx(bill.queue_ns, rel=0.02)
     assert {row.name for row in bill.predictions} == {"a", "b"}
     assert all(row.mean_without_ns < row.mean_ns for row in bill.predictions)

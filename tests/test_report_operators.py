@@ -17,7 +17,7 @@ from instrument.recording.spans import DeviceInterval, Origin, Site, Span
 from instrument.report.operator_rows import REMAINING, CallRow, CallTimes
 from instrument.report.operators_view import IN_ORDER, OPERATORS, Operators, User, operators, user
 from instrument.report.overview_view import overview
-from instrument.report.table import LINE, column_width
+from instrument.report.table import LINE, measure_width
 from instrument.report.view import Options, Recording, make_json_values
 from instrument.trace.trace import Trace
 
@@ -25,11 +25,11 @@ MS = 1_000_000
 
 
 def view(trace: Trace, **options: object) -> Operators:
-    return operators(Recording.of_trace(changed(trace)), Options(**options))  # type: ignore[arg-type]
+    return operators(Recording.from_trace(changed(trace)), Options(**options))  # type: ignore[arg-type]
 
 
 def user_view(trace: Trace, **options: object) -> User:
-    return user(Recording.of_trace(changed(trace)), Options(**options))  # type: ignore[arg-type]
+    return user(Recording.from_trace(changed(trace)), Options(**options))  # type: ignore[arg-type]
 
 
 # -------------------------------------------------------------------- Paddle's tables
@@ -467,7 +467,7 @@ def test_hostile_names_keep_to_the_line() -> None:
     spans.append(Span(Site("s", "step"), 1, 0, 1, 1, 0, 0, 10**15, 0, 0))
     trace = Trace(Origin(1, "", 0, 0), 0, 10**15, spans, {1: "line\nbreak" * 20})
     for lines in (view(trace, tracer_option="AllOpDetail", unit="ns").lines(), user_view(trace, unit="ns").lines()):
-        assert all(line.isprintable() and column_width(line) <= LINE for line in lines), max(lines, key=column_width)
+        assert all(line.isprintable() and measure_width(line) <= LINE for line in lines), max(lines, key=measure_width)
 
 
 def test_without_spans_both_say_what_to_do() -> None:
@@ -485,7 +485,7 @@ def test_operators_are_counted_in_the_time_that_the_overview_is_of() -> None:
     trace = Trace(Origin(1, "", 0, 0), 0, 120, spans, held_from_ns=73)
     (block,) = view(trace, threads="merged").blocks
     (row,) = block.rows
-    assert row.calls == overview(Recording.of_trace(changed(trace)), Options()).kinds[0].calls == 4
+    assert row.calls == overview(Recording.from_trace(changed(trace)), Options()).kinds[0].calls == 4
     assert row.cpu is not None
     assert (row.cpu.total_ns, row.cpu.min_ns) == (3 + 3 * 6, 3)
 

@@ -152,7 +152,7 @@ def test_a_request_that_awaits_is_not_called_overhead(recorder: Any, tmp_path: P
     path = tmp_path / "saved.json"
     chrome.dump(path, recording.trace, recording.tally)
     trace, tally = chrome.load(path)
-    for one in (recording, Recording.of_trace(trace, lambda: made(tally))):
+    for one in (recording, Recording.from_trace(trace, lambda: made(tally))):
         found = events(one, Options()).overhead
         assert found is not None
         assert found.computation_ns is not None

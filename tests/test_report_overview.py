@@ -19,7 +19,7 @@ MS = 1_000_000
 
 
 def view(trace: Trace, **options: object) -> Overview:
-    return overview(Recording.of_trace(trace), Options(**options))  # type: ignore[arg-type]
+    return overview(Recording.from_trace(trace), Options(**options))  # type: ignore[arg-type]
 
 
 def paddle_rows() -> dict[str, list[str]]:

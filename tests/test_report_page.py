@@ -174,7 +174,7 @@ def cells(document: dict[str, Any], view: str, title: str) -> list[list[Any]]:
 
 def test_tables_have_the_numbers_and_the_texts_of_the_views() -> None:
     trace = engine_trace(40)
-    recording = Recording.of_trace(trace)
+    recording = Recording.from_trace(trace)
     document, view = document_of(trace), requests(recording, Options(rows=200))
     text = "\n".join(view.lines())
     for row, endpoint in zip(cells(document, "requests", "Endpoints"), view.endpoints, strict=True):
@@ -197,7 +197,7 @@ def test_tables_have_the_numbers_and_the_texts_of_the_views() -> None:
 def test_the_figures_at_the_top_are_those_of_the_brief_view() -> None:
     document = document_of(engine_trace(40))
     figures = {figure["label"]: figure["value"] for figure in document["figures"]}
-    endpoint = requests(Recording.of_trace(engine_trace(40)), Options()).endpoints[0]
+    endpoint = requests(Recording.from_trace(engine_trace(40)), Options()).endpoints[0]
     assert figures["Requests"] == "40"
     assert figures["p99"] == f"{endpoint.p99_ns / 1e6:.4g} ms"
     assert document["text"].splitlines()[0].strip("-<> ") == "Summary of chat-7b"
@@ -205,7 +205,7 @@ def test_the_figures_at_the_top_are_those_of_the_brief_view() -> None:
 
 def test_each_span_of_the_page_has_the_times_and_the_parent_of_the_trace() -> None:
     trace = engine_trace(30)
-    columns, document = Recording.of_trace(trace).columns, document_of(trace)
+    columns, document = Recording.from_trace(trace).columns, document_of(trace)
     its = document["spans"]
     starts, lengths, parents = summed(its["start"]), its["length"], its["parent"]
     sites, children = its["site"], its["children"]
@@ -222,7 +222,7 @@ def test_each_span_of_the_page_has_the_times_and_the_parent_of_the_trace() -> No
 
 def test_parts_and_turns_of_each_request_add_up_to_its_wall_as_in_the_ledger() -> None:
     trace = engine_trace(30)
-    recording, document = Recording.of_trace(trace), document_of(trace)
+    recording, document = Recording.from_trace(trace), document_of(trace)
     joined, its = recording.joined, document["listed"]
     walls, names = its["wall"], its["part_names"]
     parts = iter(zip(its["part"], its["part_ns"], strict=True))
@@ -290,7 +290,7 @@ def test_a_request_that_is_asked_for_has_its_spans_whatever_is_left_out(monkeypa
     trace = engine_trace(40)
     monkeypatch.setattr(html_page, "MOST_SPANS", 100)
     monkeypatch.setattr(kept_spans, "MOST_LISTED", 5)
-    joined = Recording.of_trace(trace).joined
+    joined = Recording.from_trace(trace).joined
     fastest = min(range(40), key=lambda place: int(trace.spans[int(joined.rows[place])].total_ns))
     (key,) = joined.keys[fastest]
     its = document_of(trace, request=key)["listed"]
@@ -313,7 +313,7 @@ def test_one_request_of_more_spans_than_fit_has_its_longest(monkeypatch: pytest.
 def test_a_page_of_a_hundred_thousand_spans_has_at_most_five_megabytes(tmp_path: Path) -> None:
     trace = engine_trace(7500, layers=16)
     assert len(trace.spans) > 100_000
-    page = write_page(tmp_path / "page.html", Recording.of_trace(trace), Options())
+    page = write_page(tmp_path / "page.html", Recording.from_trace(trace), Options())
     assert 1_000_000 < page.stat().st_size <= html_page.MOST_BYTES == 5_000_000
     document = Elements(page.read_text("utf-8")).document
     assert len(document["spans"]["start"]) == len(trace.spans)
@@ -322,7 +322,7 @@ def test_a_page_of_a_hundred_thousand_spans_has_at_most_five_megabytes(tmp_path:
 
 @pytest.mark.slow
 def test_a_page_that_is_too_large_has_fewer_spans_instead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recording = Recording.of_trace(engine_trace(300))
+    recording = Recording.from_trace(engine_trace(300))
     whole = write_page(tmp_path / "whole.html", recording, Options())
     for name in ("MOST_SPANS", "MOST_STRETCHES"):
         monkeypatch.setattr(html_page, name, 4000)

@@ -60,7 +60,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     def page(name: str, trace: Trace) -> Path:
         if name not in paths:
-            paths[name] = write_page(folder / f"{len(paths)}.html", Recording.of_trace(trace), Options())
+            paths[name] = write_page(folder / f"{len(paths)}.html", Recording.from_trace(trace), Options())
         return paths[name]
 
     return page

@@ -19,9 +19,9 @@ from readback import spans_in
 
 from instrument.recorder.wrapping import wrap
 from instrument.recording.spans import UNTIMED, DeviceInterval, Origin, Site, Span
-from instrument.report.benchmark_view import phase_of
+from instrument.report.benchmark_view import find_phase
 from instrument.report.phases_view import OTHERS, PhaseRow, PhasesView, phases
-from instrument.report.table import column_width
+from instrument.report.table import measure_width
 from instrument.report.view import Options, Recording, make_json_values
 from instrument.trace.trace import Trace
 
@@ -30,7 +30,7 @@ DECLARED = {"Net": "forward", "Linear": "forward", "Gradient Backward": "backwar
 
 
 def view(trace: Trace, **options: object) -> PhasesView:
-    return phases(Recording.of_trace(changed(trace)), Options(**options))  # type: ignore[arg-type]
+    return phases(Recording.from_trace(changed(trace)), Options(**options))  # type: ignore[arg-type]
 
 
 def site(phase: str, kind: str = "phase", name: str = "") -> Site:
@@ -308,16 +308,16 @@ def test_nothing_says_what_to_do_and_hostile_names_fit_the_line() -> None:
     names = ["x" * 300, "\n\x1b[31m" + "層" * 200, "a/b%c:d"]
     trace = made((STEP, 0, 90), *((Site(name, "phase"), 10 * at, 10 * at + 5) for at, name in enumerate(names)))
     lines = text_of(view(trace)).splitlines()
-    assert max(map(column_width, lines)) <= 100
+    assert max(map(measure_width, lines)) <= 100
     assert "\x1b" not in "".join(lines)
     assert any(line.startswith("  a/b%c:d  ") for line in lines)
 
 
 def test_a_site_is_the_phase_that_it_declares_or_its_own_name() -> None:
-    assert phase_of(Site("read", "loader")) == "loader"
-    assert phase_of(site("post", "user", "wrap up")) == "post"
-    assert phase_of(Site("wrap up", "phase")) == "wrap up"
-    assert phase_of(Site("wrap up", "user")) is None
+    assert find_phase(Site("read", "loader")) == "loader"
+    assert find_phase(site("post", "user", "wrap up")) == "post"
+    assert find_phase(Site("wrap up", "phase")) == "wrap up"
+    assert find_phase(Site("wrap up", "user")) is None
 
 
 RANDOM = [
@@ -353,7 +353,7 @@ def test_each_instant_counts_once_for_the_phase_of_its_track_that_began_first(tr
         return up.span_id if up is not None else 0
 
     def stood_still(span: Span) -> bool:
-        return bool(phase_of(span.site)) and span.active_ns < span.total_ns
+        return bool(find_phase(span.site)) and span.active_ns < span.total_ns
 
     def lies_in_one_that_stood_still(span: Span) -> bool:
         up = by_id.get(span.parent_id)
@@ -401,11 +401,11 @@ def test_each_instant_counts_once_for_the_phase_of_its_track_that_began_first(tr
         is_aside = bool(steps) and line_of(span) != key_of(span)
         if is_aside or stood_still(span) or lies_in_one_that_stood_still(span):
             return 2, span.start_ns, -span.end_ns
-        return phase_of(span.site) == "optimizer", span.start_ns, -span.end_ns
+        return find_phase(span.site) == "optimizer", span.start_ns, -span.end_ns
 
     inside = {span.span_id for span in trace.spans if span.site.kind in ("comm", "copy")}
     found = {key: points(parts) & points([trace.coverage]) for key, parts in units.items()}
-    calls = [s for s in trace.spans if phase_of(s.site) and s.parent_id not in inside and line_of(s) in units]
+    calls = [s for s in trace.spans if find_phase(s.site) and s.parent_id not in inside and line_of(s) in units]
     owner: dict[tuple[tuple[int, int], int], Span] = {}
     for key, instants in found.items():
         for at in instants:
@@ -423,14 +423,14 @@ def test_each_instant_counts_once_for_the_phase_of_its_track_that_began_first(tr
     starts = [(line_of(span), span.start_ns, span.end_ns) for span in calls]
     if len(set(starts)) == len(starts):  # of two that are the same but for their phase, either may be the first
         for name in host.keys() - {use.of, OTHERS}:
-            assert host[name] == sum(phase_of(span.site) == name for span in owner.values())
+            assert host[name] == sum(find_phase(span.site) == name for span in owner.values())
     for row in use.rows:
         if row.name not in (use.of, OTHERS) and row.host.ratio is not None:
             assert row.host.ratio == row.host.total_ns / base
             assert row.host.mean_ns == row.host.total_ns / (row.calls or 0)
             assert (row.host.min_ns or 0) * (row.calls or 0) <= row.host.total_ns
             if len(set(starts)) == len(starts):
-                shares = Counter(id(span) for span in owner.values() if phase_of(span.site) == row.name)
+                shares = Counter(id(span) for span in owner.values() if find_phase(span.site) == row.name)
                 assert row.host.max_ns == max(shares.values(), default=0)
                 assert row.host.total_ns == sum(shares.values())
     streams: dict[tuple[int, int], set[int]] = {}
@@ -509,7 +509,7 @@ def served(recorder: Any, *, in_own_task: bool) -> PhasesView:
     asyncio.run(main())
     spans = spans_in(recorder)
     first_ns, last_ns = min(span.start_ns for span in spans), max(span.end_ns for span in spans)
-    return phases(Recording.of_trace(Trace(Origin(1, "chat", 0, 0), first_ns, last_ns, spans)), Options())
+    return phases(Recording.from_trace(Trace(Origin(1, "chat", 0, 0), first_ns, last_ns, spans)), Options())
 
 
 @pytest.mark.parametrize("in_own_task", [True, False])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_report_kernels import span, trace_of
 
 from instrument.recording.spans import Origin, Site, Span
-from instrument.report.kernels_view import find_innermost_rows, find_places_of_events
+from instrument.report.kernels_view import find_open_spans, find_places_of_events
 from instrument.report.view import Recording
 from instrument.trace.indices import NONE
 from instrument.trace.self_times import SEVERAL
@@ -43,7 +43,7 @@ any_points = st.lists(st.tuples(st.integers(0, 3), st.one_of(NEAR, NEAR, NEAR, F
 
 def found_in(trace: Trace, points: list[tuple[int, int]]) -> list[int]:
     threads, times = (np.array([point[at] for point in points], dtype=np.int64) for at in (0, 1))
-    rows: list[int] = find_innermost_rows(Recording.of_trace(trace), threads, times).tolist()
+    rows: list[int] = find_open_spans(Recording.from_trace(trace), threads, times).tolist()
     return rows
 
 
@@ -116,7 +116,7 @@ def test_spans_of_two_tasks_that_lie_twenty_thousand_deep_are_reported_in_time()
 def test_events_in_no_span_or_in_several_have_names_of_their_own() -> None:
     trace = trace_of(span("f", 1, 0, 9, task=1), span("g", 2, 3, 5, task=2), span("Linear", 3, 10, 12, site=SITES[-1]))
     threads, times = np.array([4321] * 5 + [7]), np.array([1, 4, 6, 9, 11, 1])
-    found = find_places_of_events(Recording.of_trace(trace), threads, times)
+    found = find_places_of_events(Recording.from_trace(trace), threads, times)
     assert [found.names[number][0] for number in found.number] == [
         "f", "(several tasks were open)", "f", "(no span was open)", "Linear (up)", "(no span was open)",
     ]  # fmt: skip

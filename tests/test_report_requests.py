@@ -50,7 +50,7 @@ def trace_of(spans: list[Span], end_ns: int = 100 * MS, **facts: int) -> Trace:
 
 
 def view_of(trace: Trace, **options: object) -> RequestTimes:
-    return requests(Recording.of_trace(trace), Options(**options))
+    return requests(Recording.from_trace(trace), Options(**options))
 
 
 def parts(endpoint: EndpointTimes) -> dict[str, int]:
@@ -267,7 +267,7 @@ def test_a_slow_request_of_a_long_name_has_a_line_and_not_a_page() -> None:
 
 
 def test_the_slowest_requests_say_when_they_were_and_where_the_collector_has_them() -> None:
-    recording = Recording.of_trace(service())
+    recording = Recording.from_trace(service())
     first, _, third = requests(recording, Options()).slowest
     assert (first.name, first.begin_ns, first.began, first.wall_ns) == (
         "POST /chat", 0, "2023-11-14T22:13:20.000000Z", 40 * MS,

@@ -20,7 +20,7 @@ from tallies import Tally, Totals, made
 from instrument.profile.model import SORT_KEYS
 from instrument.recording.spans import Site
 from instrument.report.self_times_view import FunctionTimes, SelfTimes, class_of_site, classes, instances, ops
-from instrument.report.table import LINE, column_width
+from instrument.report.table import LINE, measure_width
 from instrument.report.view import Options, Recording, make_json_values
 from instrument.trace.trace import Trace
 
@@ -291,7 +291,7 @@ def test_the_rows_of_every_function_add_up_to_all_of_it(
     for path, thread, calls, self_ns, device_ns, first_ns in raw:
         facts = {"total_ns": self_ns, "self_ns": self_ns, "device_ns": device_ns, "first_ns": first_ns}
         tally.totals(path, thread).merge(Totals(calls=calls, **facts))
-    counted = [row for row in made(tally).rows() if row.totals.calls]
+    counted = [row for row in made(tally).iterate_totals() if row.totals.calls]
 
     def function_of(path: CallPath) -> Site:
         return next((site for site in path if site.kind == "request"), path[0])
@@ -399,7 +399,7 @@ def test_hostile_names_keep_to_the_line(of: str) -> None:
             count(tally, (site,), 10**9, calls=10**12)
             count(tally, (site, replace(site, kind="layer")), 10**9 / 7, calls=10**12, device_ms=1)
     lines = view(of, tally, unit="ns").lines()
-    assert all(line.isprintable() and column_width(line) <= LINE for line in lines), max(lines, key=column_width)
+    assert all(line.isprintable() and measure_width(line) <= LINE for line in lines), max(lines, key=measure_width)
 
 
 @pytest.mark.parametrize("of", VIEWS)
@@ -483,7 +483,7 @@ def test_calls_what_is_inside_of_them_and_the_work_are_those_of_the_raw_spans(tr
         return next((index for index, site in enumerate(path) if site.kind == "request"), 0)
 
     paths, inner = counted_paths(trace.spans)
-    said = VIEWS[of](Recording.of_trace(changed(trace)), Options())
+    said = VIEWS[of](Recording.from_trace(changed(trace)), Options())
     for function in said.functions:
         its = [
             span

@@ -64,7 +64,7 @@ def written(path: Path, spans: list[tuple[int, int, int]]) -> Path:
 def test_a_file_that_is_not_sound_is_refused_before_any_view(case: str, tmp_path: Path) -> None:
     spans, says = UNSOUND[case]
     with pytest.raises(TraceError, match=f"cannot read the trace .*{says}.*; "):
-        Recording.of_saved(chrome.read(written(tmp_path / "trace.json", spans)))
+        Recording.from_file(chrome.read(written(tmp_path / "trace.json", spans)))
 
 
 @pytest.mark.parametrize("case", ["two that are in each other", pytest.param("one id for two", marks=pytest.mark.slow)])
@@ -85,5 +85,5 @@ def test_the_command_refuses_it_in_one_line_whichever_view_is_asked_for(case: st
 
 def test_parents_that_are_missing_make_no_file_unsound(tmp_path: Path) -> None:
     """They may have been overwritten by newer spans, or lie before the window."""
-    found = Recording.of_saved(chrome.read(written(tmp_path / "trace.json", [(1, 77, 0), (2, 1, 4)])))
+    found = Recording.from_file(chrome.read(written(tmp_path / "trace.json", [(1, 77, 0), (2, 1, 4)])))
     assert found.columns.parent.tolist() == [-1, 0]

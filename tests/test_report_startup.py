@@ -19,7 +19,7 @@ from instrument import chrome, clock
 from instrument.recording.distributions import bucket_of
 from instrument.recording.spans import FirstCall, ImportTime, Origin, Site, Span, Startup
 from instrument.report.startup_view import StartupView, startup
-from instrument.report.table import LINE, column_width
+from instrument.report.table import LINE, measure_width
 from instrument.report.view import Options, Recording, make_json_values
 from instrument.trace.trace import Trace
 
@@ -219,7 +219,7 @@ def test_it_is_saved_with_the_trace(tmp_path: Path) -> None:
     tally, facts = a_service()
     trace = Trace(Origin(1, "chat", 0, 0), 1_000 * MS, 9_000 * MS, [], startup=facts)
     loaded, again = chrome.load(chrome.dump(tmp_path / "trace.json.gz", trace, made(tally)))
-    ours = startup(Recording.of_trace(loaded, lambda: again), Options())
+    ours = startup(Recording.from_trace(loaded, lambda: again), Options())
     assert make_json_values(ours) == make_json_values(view_of(tally, facts))
     assert loaded.startup is not None
     assert (loaded.startup.imports, len(loaded.startup.firsts)) == (facts.imports, 6)
@@ -236,7 +236,7 @@ def test_names_of_any_kind_keep_the_lines_whole(name: str) -> None:
     count(tally, (load,), 9, first_ms=2)
     facts = Startup(MS, 0, (ImportTime(name, 1, MS, MS),), (first(site, 5, 90), first(load, 2, 9)))
     lines = view_of(tally, facts).lines()
-    assert all(line.isprintable() and column_width(line) <= LINE for line in lines), lines
+    assert all(line.isprintable() and measure_width(line) <= LINE for line in lines), lines
 
 
 def test_the_process_began_before_this_and_after_the_machine() -> None:
@@ -286,7 +286,7 @@ def test_every_number_is_that_of_a_count_by_hand(
     for phase, name in (("load", "Loading"), ("compile", "Compiling")):
         assert parts[name] == sum(
             row.totals.total_ns
-            for row in made(tally).rows()
+            for row in made(tally).iterate_totals()
             if is_preparing(row.path[-1], phase)
             and not any(is_preparing(site) or site.kind == "request" for site in row.path[:-1])
             and row.totals.first_ns < request_ms * MS
@@ -303,7 +303,7 @@ def test_every_number_is_that_of_a_count_by_hand(
     assert view.request is not None
     assert (view.request.after_ns, view.request.first_ns) == (request_ms * MS - MS, 5 * MS)
     for one in view.preparations:
-        own = [row for row in made(tally).rows() if row.path[-1].name == one.name]
+        own = [row for row in made(tally).iterate_totals() if row.path[-1].name == one.name]
         outermost = [row for row in own if all(site.name != one.name for site in row.path[:-1])]
         assert one.calls == sum(row.totals.calls for row in own)
         assert one.total_ns == sum(row.totals.total_ns for row in outermost)
@@ -314,7 +314,7 @@ def test_every_number_is_that_of_a_count_by_hand(
         assert 0 <= one.in_requests_ns <= one.total_ns
         assert one.max_ns == max(row.totals.max_ns for row in own)
     for warm in view.warm_ups:
-        own = [row.totals for row in made(tally).rows() if row.path[-1].name == warm.name.partition(" ")[0]]
+        own = [row.totals for row in made(tally).iterate_totals() if row.path[-1].name == warm.name.partition(" ")[0]]
         assert warm.calls == sum(totals.calls for totals in own) >= 2
         assert warm.extra_ns == warm.first_ns - warm.median_ns > 0
     assert json.dumps(make_json_values(view))

@@ -38,10 +38,10 @@ from instrument.recording.trace_context import RemoteParent
 from instrument.report.section import VIEW_OF, format_summary, make_views, summary_document
 from instrument.report.table import (
     LINE,
-    column_width,
     format_time,
     make_named_table_lines,
     make_section_title_lines,
+    measure_width,
     printable,
 )
 from instrument.report.view import UNITS, InstrumentationStats, Options, Recording
@@ -218,7 +218,7 @@ def running(trace: Trace) -> Recording:
 
 def check(text: str) -> None:
     for line in text.split("\n"):
-        assert column_width(line) <= LINE, line
+        assert measure_width(line) <= LINE, line
         assert line.isprintable(), line
 
 
@@ -228,7 +228,7 @@ def check(text: str) -> None:
 @pytest.mark.parametrize("trace", TRACES)
 @pytest.mark.parametrize("view", VIEWS)
 def test_no_trace_breaks_a_view_its_lines_or_its_document(view: str, trace: str, options: str) -> None:
-    for recording in (Recording.of_trace(TRACES[trace]), running(TRACES[trace])):
+    for recording in (Recording.from_trace(TRACES[trace]), running(TRACES[trace])):
         text = format_summary([view], recording, OPTIONS[options])
         check(text)
         assert len([line for line in text.split("\n") if line]) >= 2
@@ -238,7 +238,7 @@ def test_no_trace_breaks_a_view_its_lines_or_its_document(view: str, trace: str,
 @pytest.mark.parametrize("text", ["", "a", "steps", "日本日本", "e\u0301" * 25, "x" * 25])
 def test_titles_of_sections_are_of_one_width_whatever_the_name(text: str) -> None:
     line = make_section_title_lines(text)[0]
-    assert column_width(line) == 77
+    assert measure_width(line) == 77
     assert len(line) - len(line.lstrip("-")) == len(line) - len(line.rstrip("-")) == 25
 
 
@@ -247,14 +247,14 @@ def test_a_long_text_next_to_a_name_is_shortened_before_the_name() -> None:
     lines = make_named_table_lines(
         ["Name", "Count", "At"], [[name, "1", place], [name + "_too", "23", place + "_soon"]], 0
     )
-    assert all(column_width(line) <= LINE for line in lines)
+    assert all(measure_width(line) <= LINE for line in lines)
     assert [line.split() for line in lines[1:]] == [
         [name, "1", "selector_events.py:1057", "_SelectorSocketTransport.write"],
         [name + "_too", "23", "selector_events.py:1057", "_SelectorSocketTransport.write_soon"],
     ]
     long = 3 * name
     (_, line) = make_named_table_lines(["Name", "Count", "At"], [[long, "1", place]], 0)
-    assert (column_width(line), line.split()[-1][-6:], len(line.split()[0])) == (LINE - 2, ".write", 59)
+    assert (measure_width(line), line.split()[-1][-6:], len(line.split()[0])) == (LINE - 2, ".write", 59)
 
 
 def test_every_name_of_a_view_makes_one() -> None:
@@ -345,7 +345,7 @@ def is_there(shown: str, known: list[float]) -> bool:
 @pytest.mark.parametrize("trace", ["a service", "a service beside torch"])
 @pytest.mark.parametrize("view", VIEWS)
 def test_every_number_of_the_text_is_in_the_document(view: str, trace: str, options: str) -> None:
-    for recording in (Recording.of_trace(TRACES[trace]), running(TRACES[trace])):
+    for recording in (Recording.from_trace(TRACES[trace]), running(TRACES[trace])):
         document = json.loads(json.dumps(summary_document([view], recording, OPTIONS[options])))
         text = "\n".join(make_views([view], recording, OPTIONS[options])[view].lines())
         known = list(numbers_of(document))
@@ -442,7 +442,7 @@ CHOICES = st.builds(
 
 @given(traces(), CHOICES)
 def test_any_spans_and_options_make_every_view(trace: Trace, options: Options) -> None:
-    recording = Recording.of_trace(trace)
+    recording = Recording.from_trace(trace)
     check(format_summary(VIEWS, recording, options))
     document = summary_document(VIEWS, recording, options)
     json.dumps(document, allow_nan=False)

@@ -238,7 +238,7 @@ def test_the_view_of_requests_has_times_by_tokens_and_by_the_cached_part_of_prom
         else span
         for span in trace.spans
     ]
-    view = requests(Recording.of_trace(replace(trace, spans=spans)), Options())
+    view = requests(Recording.from_trace(replace(trace, spans=spans)), Options())
     rows = {(row.by, row.range): row for row in view.tokens}
     of_cached = {range_: row.requests for (by, range_), row in rows.items() if by == CACHED_TOKENS}
     assert of_cached == {"below 1%": 40, "from 90%": 40}

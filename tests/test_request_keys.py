@@ -724,8 +724,8 @@ def test_reading_may_run_code_of_the_service(what: str, path: str, whence: str) 
             else:
                 with pytest.raises(KeyboardInterrupt):
                     keyed(given)
-    names = {row[1]: recorder.site_of(row).name for row in rows_in(recorder)}
-    rows = [row for row in rows_in(recorder) if recorder.site_of(row).name == "work"]
+    names = {row[1]: recorder.find_site(row).name for row in rows_in(recorder)}
+    rows = [row for row in rows_in(recorder) if recorder.find_site(row).name == "work"]
     told = {KEY: "r1"} if what == "key" else {BATCH_KEYS: ["r1", "r1"]}
     assert [names[row[2]] for row in rows] == ["around"] * (1 if whence == "argument" else 2)
     assert rows[0][10] == told

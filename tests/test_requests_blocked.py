@@ -358,7 +358,7 @@ def test_a_stretch_is_in_files_views_and_the_summary_and_takes_no_time_from_othe
     begun_ns, ended_ns = min(one.start_ns for one in spans), max(one.end_ns for one in spans)
     chrome.dump(tmp_path / "trace.json", Trace(Origin(7, "shop", 0, 0, "native"), begun_ns, ended_ns, spans))
     trace, _ = chrome.load(tmp_path / "trace.json")
-    recording = Recording.of_trace(trace)
+    recording = Recording.from_trace(trace)
     found = requests(recording, Options()).blocked
     assert found is not None
     assert found.longest_ns >= BLOCK_NS
@@ -531,7 +531,7 @@ def test_reports_say_at_which_place_most_of_the_time_was_spent() -> None:
         begun_ns, took_ns = 10_000_000 + number * 40_000_000, took_ms * 1_000_000
         times = begun_ns, begun_ns + took_ns, took_ns, took_ns
         spans.append(Span(BLOCKED_LOOP, number + 2, 0, number + 2, 1, 0, *times, attributes=facts))
-    recording = Recording.of_trace(Trace(Origin(7, "shop", 0, 0, "native"), 0, 100_000_000, spans))
+    recording = Recording.from_trace(Trace(Origin(7, "shop", 0, 0, "native"), 0, 100_000_000, spans))
     text = " ".join(format_summary(["brief", "requests"], recording, Options()).split())
     assert "Loop blocked: 2 times" in text
     assert "mostly by GET /x, at app.py:44 audit" in text

@@ -232,7 +232,7 @@ def test_a_request_whose_facts_cannot_be_reported_ends_all_the_same(
     if lost == "status":
         exchange.status = "200"  # type: ignore[assignment]
     else:
-        exchange.add_prefix("/api")
+        exchange.add_route_prefix("/api")
         monkeypatch.setattr(Method, "site_of_route", fault)
     exchange.end()
     ended(recorder)

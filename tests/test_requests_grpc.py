@@ -317,7 +317,7 @@ def test_a_handler_of_every_name_has_no_more_endpoints_than_the_limit(
         channel.unary_unary(method(f"Echo{number}"))(b"", timeout=LIMIT_S)
     names = Counter(span.site.name for span in served.spans(6))
     assert names == {"shop.Orders/Echo0": 1, "shop.Orders/Echo1": 1, "shop.Orders/Echo2": 1, "grpc": 3}
-    assert served.recorder.counts()[exchange.BEYOND] == 3
+    assert served.recorder.count_unusual_events()[exchange.BEYOND] == 3
 
 
 def _whole_answer(stub: Any, limit_s: float) -> list[bytes]:
@@ -415,7 +415,7 @@ def test_calls_beyond_the_servers_limit_are_counted_not_recorded(served: Served)
     release.set()
     first.result(LIMIT_S)
     served.spans(1)
-    until(lambda: served.recorder.counts().get(NOT_BEGUN) == 1)
+    until(lambda: served.recorder.count_unusual_events().get(NOT_BEGUN) == 1)
 
 
 def test_the_interceptors_of_the_service_come_after_ours(served: Served) -> None:

@@ -123,20 +123,20 @@ def test_ports_are_known_that_connections_came_to_and_are_open_or_closed() -> No
         gc.collect()  # what earlier tests have left open is closed by now
         before = len(list(Path("/proc/self/fd").iterdir()))
         assert environment.has_listening_socket()
-        assert port in environment.connections_of(SELF).listens
+        assert port in environment.list_connections(SELF).listens
         assert len(list(Path("/proc/self/fd").iterdir())) == before
-        assert port not in environment.connections_of(SELF).open
+        assert port not in environment.list_connections(SELF).open
         with socket.create_connection(("127.0.0.1", port)) as client:
             accepted, _ = listener.accept()
-            assert port in environment.connections_of(SELF).open
+            assert port in environment.list_connections(SELF).open
             client.shutdown(socket.SHUT_WR)  # the client's end closes first
             accepted.recv(1)
             accepted.close()
             client.recv(1)
-        found = environment.connections_of(SELF)
+        found = environment.list_connections(SELF)
     assert (port in found.open, port in found.closed) == (False, True)
-    assert port in environment.connections_of(SELF, frozenset({port})).closed
-    assert environment.connections_of(Path("/proc/0")) == (frozenset(),) * 4
+    assert port in environment.list_connections(SELF, frozenset({port})).closed
+    assert environment.list_connections(Path("/proc/0")) == (frozenset(),) * 4
 
 
 def test_a_server_that_is_started_again_has_not_the_connections_of_the_one_before() -> None:
@@ -149,14 +149,14 @@ def test_a_server_that_is_started_again_has_not_the_connections_of_the_one_befor
             client.close()
             accepted.recv(1)
             accepted.close()
-        assert port in environment.connections_of(SELF).closed
+        assert port in environment.list_connections(SELF).closed
     time.sleep(0.1)  # the system counts starts in hundredths of a second
     program = LISTENING.replace('("127.0.0.1", 0)', f'("127.0.0.1", {port})')
     with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1, text=True) as child:
         try:
             assert child.stdout is not None
             assert int(child.stdout.readline()) == port
-            found = environment.connections_of(Path(f"/proc/{child.pid}"))
+            found = environment.list_connections(Path(f"/proc/{child.pid}"))
             assert (port in found.listens, port in found.closed) == (True, False)
         finally:
             child.kill()

@@ -328,7 +328,7 @@ def test_a_route_is_named_within_its_mount_and_the_address_stays() -> None:
     async def routed(scope: Any, receive: Any, send: Any) -> None:
         exchange = CURRENT.get()
         assert exchange is not None
-        exchange.add_prefix("/api/")
+        exchange.add_route_prefix("/api/")
         exchange.set_route("/items/{id}")
         await answering(START, part(b""))(scope, receive, send)
 
@@ -491,7 +491,7 @@ def test_endpoints_at_several_addresses_are_one_in_reports_and_each_span_reports
         list(served_apps.WsgiApp(wsgi_app([b""]), exchanges)(environ, lambda *_: None))
     assert [told(span)["server.port"] for span in requests()] == list(ports)
     assert len({span.site for span in requests()}) == ADDRESSES_KNOWN + 1
-    (row,) = RECORDER.tally().rows()
+    (row,) = RECORDER.tally().iterate_totals()
     assert (row.path[-1].name, row.totals.calls) == ("GET", len(ports))
 
 

@@ -14,12 +14,12 @@ from readback import spans_in
 import instrument
 from instrument.instrumentors.requests import served_apps
 from instrument.instrumentors.requests.exchange import Exchanges
-from instrument.instrumentors.requests.propagation import read_w3c
+from instrument.instrumentors.requests.propagation import read_w3c_caller
 from instrument.otlp.export_facts import Ids
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import Span
-from instrument.recording.trace_context import encode_remote, parse_remote
+from instrument.recording.trace_context import encode_parent, parse_parent
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = f"00-{TRACE}-00f067aa0ba902b7-01"
@@ -68,7 +68,7 @@ def test_a_request_waits_while_its_app_is_suspended(session: instrument.Session)
     serve(app, {})
     span = request_of(session)
     assert 0 < span.active_ns < span.total_ns == span.self_ns
-    (row,) = [row for row in RECORDER.tally().rows() if row.path[-1].kind == "request"]
+    (row,) = [row for row in RECORDER.tally().iterate_totals() if row.path[-1].kind == "request"]
     assert row.totals.waiting_ns == span.total_ns - span.active_ns
 
 
@@ -116,7 +116,7 @@ def test_headers_sent_by_hand_continue_the_trace_of_the_caller(session: instrume
 
     serve(calls, {"traceparent": CALLER})
     (call,) = [span for span in spans_in(RECORDER) if span.site.name == "call"]
-    told = parse_remote(sent["traceparent"].encode())
+    told = parse_parent(sent["traceparent"].encode())
     assert told is not None
     assert (told.trace_id, told.span_id, told.flags) == (
         int(TRACE, 16),
@@ -143,8 +143,8 @@ def test_clients_and_spans_of_opentelemetry_continue_the_request(session: instru
 
     serve(calls, {})
     span = request_of(session)
-    trace_id, own = session.recorded.id_generator().ids_of_root(span)
-    told = parse_remote(sent["traceparent"].encode())
+    trace_id, own = session.recorded.id_generator().make_root_ids(span)
+    told = parse_parent(sent["traceparent"].encode())
     assert told is not None
     assert (told.trace_id, told.span_id, told.flags) == (trace_id, own, 3)
     assert (made[0].parent.trace_id, made[0].parent.span_id) == (trace_id, own)
@@ -157,7 +157,7 @@ def test_a_request_below_a_span_of_opentelemetry_is_its_child(session: instrumen
 
     from instrument.otlp import service_sdk
 
-    RECORDER.remote_parent = lambda: encode_remote(service_sdk.current_parent())
+    RECORDER.remote_parent = lambda: encode_parent(service_sdk.read_current_span())
     with TracerProvider().get_tracer("service").start_as_current_span("theirs") as around:
         serve(answer, {"traceparent": CALLER})
     remote = request_of(session).remote
@@ -311,7 +311,7 @@ def test_a_request_below_a_span_of_opentelemetry_has_its_state(session: instrume
 
     from instrument.otlp import service_sdk
 
-    RECORDER.remote_parent = lambda: encode_remote(service_sdk.current_parent())
+    RECORDER.remote_parent = lambda: encode_parent(service_sdk.read_current_span())
     context = propagate.extract({"traceparent": CALLER, "tracestate": "a=1"})
     with trace.use_span(trace.get_current_span(context)):
         serve(answer, {})
@@ -345,7 +345,7 @@ def test_a_request_below_a_span_of_opentelemetry_has_its_state(session: instrume
 def test_a_state_is_bounded_and_one_that_is_not_sound_is_none(
     session: instrument.Session, header: bytes, state: str
 ) -> None:
-    remote = parse_remote(read_w3c({b"traceparent": CALLER.encode(), b"tracestate": header}))
+    remote = parse_parent(read_w3c_caller({b"traceparent": CALLER.encode(), b"tracestate": header}))
     assert remote is not None
     assert (f"{remote.trace_id:032x}", remote.state) == (TRACE, state)
     sent: dict[str, str] = {}

@@ -272,7 +272,7 @@ def test_requests_end_with_the_coroutine_that_a_model_which_is_none_returns(
     model = load(RETURNING_MODEL)
     begun = model.execute([InferenceRequest("one") for _ in range(count)])
     assert asyncio.iscoroutine(begun)
-    assert recorder.current_id() == 0
+    assert recorder.current_span_id() == 0
     assert [span for span in spans_in(recorder) if not span.clipped] == []
     assert len(asyncio.run(begun)) == count
     with pytest.raises(ValueError, match="as asked"):
@@ -307,7 +307,7 @@ def test_decoupled_requests_of_a_coroutine_are_one_each_though_they_overlap(load
     thread.start()
     # As the backend does it, which waits for none of them.
     begun = [asyncio.run_coroutine_threadsafe(model.execute([InferenceRequest("one")]), loop) for _ in range(3)]
-    assert recorder.current_id() == 0
+    assert recorder.current_span_id() == 0
     model.go.set()
     for one in begun:
         one.result(60)
@@ -329,7 +329,7 @@ def test_a_trace_context_that_is_none_counts_for_none(load: Load, recorder: Any,
 
     load(MODEL).execute([InferenceRequest("one"), Odd("two")])
     assert [span.error for span in of_kind(recorder, "request")] == [None, None]
-    assert (recorder.open_rows(), recorder.current_id()) == ([], 0)
+    assert (recorder.open_rows(), recorder.current_span_id()) == ([], 0)
 
 
 def test_a_fault_of_ours_in_the_midst_of_a_batch_leaves_nothing_open(
@@ -346,14 +346,14 @@ def test_a_fault_of_ours_in_the_midst_of_a_batch_leaves_nothing_open(
     assert len(model.execute([InferenceRequest("one"), Broken("two")])) == 2
     assert FAULTS.count_by_place() == {"begin of a request": 1}
     FAULTS.clear()
-    assert (recorder.open_rows(), recorder.current_id()) == ([], 0)
+    assert (recorder.open_rows(), recorder.current_span_id()) == ([], 0)
 
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_model_may_empty_the_list_of_its_requests(load: Load, recorder: Any, count: int) -> None:
     load(EMPTYING_MODEL).execute([InferenceRequest("one") for _ in range(count)])
     assert len(of_kind(recorder, "request")) == count
-    assert (recorder.open_rows(), recorder.current_id()) == ([], 0)
+    assert (recorder.open_rows(), recorder.current_span_id()) == ([], 0)
 
 
 def test_while_nothing_is_recorded_no_request_is(load: Load, recorder: Any) -> None:

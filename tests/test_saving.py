@@ -65,7 +65,7 @@ def test_the_end_of_a_session_is_written_both_ways_and_both_say_the_same() -> No
     told = [(span.site.name, span.span_id, span.parent_id, span.start_ns, span.self_ns) for span in expected.spans]
     assert len(told) == 6
     assert [(s.site.name, s.span_id, s.parent_id, s.start_ns, s.self_ns) for s in saved.trace.spans] == told
-    assert saved.tally_or_count().calls == tally.calls == 6
+    assert saved.read_or_count_totals().calls == tally.calls == 6
     assert saved.trace.origin == expected.origin
     assert len(saved.trace.origin.boot) == 36, "by which files of one machine are put on one clock"
 

@@ -276,7 +276,7 @@ def test_the_metrics_of_a_run_are_the_sums_of_its_processes_and_gauges_bear_whos
         origin(2), of_one(3, 2 * 10**9), [Sample("process_memory", HOST, 2, 6.0), Sample("system_cpu", HOST, 2, 30.0)]
     )
     ended = EndedMetrics(None)
-    ended.add("0-0", [("run", "r")], Metered(origin(3), of_one(100, 8 * 10**9)))
+    ended.add_metrics("0-0", [("run", "r")], Metered(origin(3), of_one(100, 8 * 10**9)))
     text = format_metrics(
         metrics_of_run([one, other], ended.sum_by_service(("run", "r"), ["1-0", "2-0"])), openmetrics=True
     )
@@ -329,7 +329,7 @@ def test_counts_of_ended_processes_are_in_a_bounded_file(tmp_path: Path) -> None
     home = tmp_path / "run"
     scopes = [("run", "r"), ("listen", "here")]
     for at in range(MOST_SEPARATE + 5):
-        EndedMetrics(home).add(f"{at}-0", scopes, Metered(origin(at), of_one(1, 10**9)))
+        EndedMetrics(home).add_metrics(f"{at}-0", scopes, Metered(origin(at), of_one(1, 10**9)))
     ended = EndedMetrics(home)
     for scope in (("run", "r"), ("listen", "here")):
         (lost, taken) = ended.sum_by_service(scope, [f"{MOST_SEPARATE + 4}-0"])["shop"]  # one is read anew
@@ -376,7 +376,7 @@ def scraped_at(*processes: Metered) -> Iterator[str]:
     def answer() -> None:
         with suppress(OSError):  # once nothing listens any more
             while True:
-                scrapes.answer_on(listener.accept()[0].detach(), "r")
+                scrapes.answer_scrape(listener.accept()[0].detach(), "r")
 
     thread = Thread(target=answer)
     thread.start()

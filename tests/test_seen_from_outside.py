@@ -200,7 +200,7 @@ def test_a_cache_by_content_notices_that_a_function_has_changed(
         selection = select(f'functions: [{{match: "{name}:encode"}}]')
         assert dill.dumps(module.encode) == bare
         hashes.append((bare, joblib.hash(module.encode.__code__.co_consts)))
-        selection.undo()
+        selection.detach_all()
     assert hashes[0] != hashes[1]
 
 
@@ -245,7 +245,7 @@ def made(*args, __wrapper=None):
     assert (module.fetch(1), module.fetch.tries) == (None, 3)
     assert list(module.session.__wrapped__()) == ["s"]
     assert [module.compiled(1, 2), module.compiled(3)] == [(1, 2), (3,)]
-    selection.undo()
+    selection.detach_all()
     assert not [name for name, value in vars(module).items() if hasattr(value, "__instrument__")]
 
 
@@ -334,7 +334,7 @@ def test_no_frame_of_ours_is_between_a_function_and_its_caller(
     assert seen() == expected
     names = {span.site.name for span in spans_in(recorder)}
     assert {"plain", "request", "generator", "coroutine", "async_generator", "failing_async_generator"} <= names
-    assert recorder.current_id() == 0
+    assert recorder.current_span_id() == 0
 
 
 def test_a_function_of_the_script_goes_by_value_into_another_process(tmp_path: Path) -> None:

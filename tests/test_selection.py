@@ -87,7 +87,7 @@ def test_late_start_attaches_and_names_the_modules_already_imported(
 def test_undo_leaves_every_module_as_it_was(service: Callable[[], Any], select: Callable[[str], Selection]) -> None:
     module = service()
     before = dict(vars(module)), dict(vars(module.Engine)), dict(vars(sys.modules["served_text"]))
-    select(PROFILE).undo()
+    select(PROFILE).detach_all()
     assert (dict(vars(module)), dict(vars(module.Engine)), dict(vars(sys.modules["served_text"]))) == before
 
 
@@ -97,7 +97,7 @@ def test_undo_reaches_the_names_that_were_bound_while_the_probe_was_there(
     selection = select('functions: [{match: "served_text:encode"}]')
     module = service()
     assert module.encode is sys.modules["served_text"].encode
-    selection.undo()
+    selection.detach_all()
     assert module.encode is sys.modules["served_text"].encode
     assert not hasattr(module.encode, "__instrument__")
     select('functions: [{match: "served_text:encode", name: again}]')
@@ -116,7 +116,7 @@ def test_names_bound_in_an_import_cycle_record_too(
     assert text.encode is text.alias is user.bound
     user.bound("a")
     assert tree(recorder) == "encode"
-    selection.undo()
+    selection.detach_all()
     assert text.encode is text.alias
 
 
@@ -140,7 +140,7 @@ def test_a_table_that_has_a_function_is_named_and_keeps_it(
     assert [verdict.why for verdict in selection.verdicts()][1].startswith(
         f"also referenced by a dict in {tmp_path}/served_text.py:1 (ROUTES), and calls through it are not recorded"
     )
-    selection.undo()
+    selection.detach_all()
     assert text.ROUTES["/"] is text.encode is kept
 
 

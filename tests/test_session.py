@@ -246,8 +246,8 @@ def test_a_corrected_summary_shows_self_times_without_the_cost_of_the_probes(tmp
             with instrument.scope("child"):
                 pass
     session = instrument.session()
-    before = {row.path[-1].name: row.totals.self_ns for row in session.tally().rows()}
-    after = {row.path[-1].name: row.totals.self_ns for row in session.tally().correct_self_times().rows()}
+    before = {row.path[-1].name: row.totals.self_ns for row in session.tally().iterate_totals()}
+    after = {row.path[-1].name: row.totals.self_ns for row in session.tally().correct_self_times().iterate_totals()}
     assert 0 <= after["parent"] < before["parent"]
     assert after["child"] == before["child"]
     assert "Self" not in instrument.summary(views=["events"])
@@ -256,9 +256,9 @@ def test_a_corrected_summary_shows_self_times_without_the_cost_of_the_probes(tmp
     assert "less what their probes cost" in text
     (path,) = tmp_path.glob("traces/*.json")
     _, tally = chrome.load(path)
-    assert {row.path[-1].name: row.totals.self_ns for row in tally.correct_self_times().rows()}["parent"] < before[
+    assert {row.path[-1].name: row.totals.self_ns for row in tally.correct_self_times().iterate_totals()}[
         "parent"
-    ]
+    ] < before["parent"]
 
 
 def test_the_views_come_in_the_order_asked_and_each_once() -> None:
@@ -438,13 +438,13 @@ def test_a_start_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_a_schedule_cuts_windows_at_the_ends_of_steps(schedule: Any, windows: list[tuple[int, int, int]]) -> None:
     cuts = Windows(schedule, 0)
-    assert [window for end in range(1, 8) if (window := cuts.step(end)) is not None] == windows
+    assert [window for end in range(1, 8) if (window := cuts.advance_step(end)) is not None] == windows
 
 
 def test_a_partial_window_is_delivered_at_stop_and_an_empty_one_is_not() -> None:
     cuts = Windows(Schedule(record=4, skip_first=1, repeat=1), 0)
-    assert cuts.step(5) is None
-    assert cuts.step(8) is None
+    assert cuts.advance_step(5) is None
+    assert cuts.advance_step(8) is None
     assert cuts.stop(9) == (0, 5, 9)
     assert Windows(Schedule(record=1, skip_first=1), 0).stop(9) is None
 
@@ -469,8 +469,10 @@ def test_the_file_of_a_window_reports_the_calls_and_the_cost_of_that_window_alon
         time.sleep(0.002)
     instrument.stop()
     trace, tally = chrome.load(f"traces/shop-{os.getpid()}-0.json")
-    assert sum(row.totals.calls for row in tally.rows() if row.path[-1].name == "request") == 2
-    assert sum(row.totals.total_ns for row in tally.rows()) == sum(span.end_ns - span.start_ns for span in trace.spans)
+    assert sum(row.totals.calls for row in tally.iterate_totals() if row.path[-1].name == "request") == 2
+    assert sum(row.totals.total_ns for row in tally.iterate_totals()) == sum(
+        span.end_ns - span.start_ns for span in trace.spans
+    )
     assert trace.cost is not None
     assert trace.cost.calls == len(trace.spans)
     assert trace.cost.window_ns == trace.end_ns - trace.start_ns
@@ -483,7 +485,7 @@ def test_the_file_of_a_whole_session_has_all_calls_even_of_overwritten_spans() -
     instrument.stop()
     trace, tally = chrome.load(f"traces/shop-{os.getpid()}-0.json")
     assert trace.cost is not None
-    assert sum(row.totals.calls for row in tally.rows()) == trace.cost.calls > len(trace.spans)
+    assert sum(row.totals.calls for row in tally.iterate_totals()) == trace.cost.calls > len(trace.spans)
 
 
 def test_the_summary_at_exit_takes_the_options_of_one_on_call() -> None:
@@ -671,14 +673,14 @@ def test_spans_that_nobody_wants_are_not_read_while_the_service_runs(
     monkeypatch.setattr(Cursor, "read_new_rows", lambda _: looks.append(None) or [])
     session = begin(profile)
     request(3)
-    session.exporting.read_recorded()
+    session.exporting.export_new_rows()
     assert bool(looks) == are_read
 
 
 def test_the_time_stamp_counter_is_used_where_it_is_sound_and_named_where_it_is_not() -> None:
     session = begin("clock: tsc")
     request(3)
-    reason = Ticks(RECORDER).start(0)
+    reason = Ticks(RECORDER).use_tick_counter(0)
     text = instrument.summary()
     assert ("clock: tsc is not used" in text) == bool(reason)
     session.recorded.ticks.check_counter(time.monotonic_ns() + CHECK_NS)

@@ -318,7 +318,7 @@ def in_order(stages: Iterable[Stage]) -> list[Stage]:
 def links_by(front: Told, engine: Told) -> Iterator[tuple[int, list[int]]]:
     """By each batch that has been sent the requests that it is linked to, and by requests where they began."""
     known = {
-        its.ids.ids_of_root(span): span.span_id
+        its.ids.make_root_ids(span): span.span_id
         for its in (front, engine)
         for span in its.spans
     }  # fmt: skip

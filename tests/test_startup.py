@@ -55,7 +55,7 @@ def test_loading_a_model_records_each_step_of_it(select: Callable[[str], Selecti
     assert [*dict.fromkeys(names)] == ["torch.load", "load_state_dict", "torch.export.export", "torch.export.load"]
     phases = {dict(one.site.attributes)["phase"] for one in spans_in(selection._recorder)}
     assert phases == {"load", "compile"}
-    selection.undo()
+    selection.detach_all()
     assert (torch.load, torch.nn.Module.load_state_dict) == before
 
 
@@ -80,7 +80,7 @@ def test_a_compilation_of_torch_is_a_span_of_the_waiting_call(
     compiled = [one for one in spans_in(recorder) if one.site.name == "torch.compile"]
     assert len(compiled) == 1
     assert compiled[0].parent_id == spans["request"].span_id
-    selection.undo()
+    selection.detach_all()
     assert handler.install_callbacks is before
     torch._dynamo.reset()
 
@@ -194,7 +194,7 @@ def test_a_thread_that_ended_leaves_its_first_call(make_recorder: Any) -> None:
         thread.join()
     ((node, (start_ns, total_ns)),) = recorder.make_reader().first_calls().items()
     site = recorder.paths().site(node)
-    rows = list(recorder.tally().rows())
+    rows = list(recorder.tally().iterate_totals())
     assert site.name == "only here"
     assert start_ns == min(row.totals.first_ns for row in rows)
     assert 0 < total_ns <= max(row.totals.max_ns for row in rows)
@@ -238,7 +238,7 @@ def test_a_program_under_run_reports_its_whole_way_to_serving(tmp_path: Path) ->
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     trace, tally = chrome.load(tmp_path / "trace.json.gz")
-    view = startup(Recording.of_trace(trace, lambda: tally), Options())
+    view = startup(Recording.from_trace(trace, lambda: tally), Options())
     assert view.imports is not None
     imports = {one.package: one for one in view.imports}
     assert {"torch", "fractions", "wave"} <= set(imports)

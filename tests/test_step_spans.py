@@ -88,7 +88,7 @@ def test_steps_are_contiguous_numbered_spans_and_what_ran_in_one_is_below_it() -
     assert {span.root_id for span in window.trace.spans} == {step.span_id for step in steps}
     assert {step.thread_id for step in steps} == {threading.get_native_id()}
     assert (steps[0].start_ns, steps[-1].end_ns) == (window.trace.start_ns, window.trace.end_ns)
-    assert [row.totals.calls for row in window.tally().rows() if row.path[-1].name == "step"] == [2]
+    assert [row.totals.calls for row in window.tally().iterate_totals() if row.path[-1].name == "step"] == [2]
 
 
 def test_a_scope_around_the_loop_holds_the_steps_and_one_across_a_step_is_a_sibling() -> None:

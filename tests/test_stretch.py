@@ -20,13 +20,13 @@ from instrument.recording.trace_context import REMOTE, RemoteParent
 from instrument.sessions.window import WINDOWS_THREAD, Stretch
 from instrument.trace.columns import Columns, DeviceIntervals
 from instrument.trace.of_recording import RowSnapshot
-from instrument.trace.trace import spans_of
+from instrument.trace.trace import make_spans
 
 ORIGIN = Origin(1, "shop", 0, 0)
 
 
 def taken(recorder: Any, start_ns: int = 0, end_ns: int | None = None) -> Stretch:
-    threads = recorder.make_reader().threads()
+    threads = recorder.make_reader().read_thread_names()
     writing = frozenset(thread_id for thread_id, name in threads.items() if name == WINDOWS_THREAD)
     snapshot = RowSnapshot.copy_from(recorder.make_reader(), start_ns, writing)
     return Stretch(snapshot, threads, start_ns, end_ns or time.monotonic_ns(), 3, ORIGIN)
@@ -56,7 +56,7 @@ def test_a_stretch_stays_what_it_was_when_newer_rows_overwrite_its_own(make_reco
     calls(recorder, "old", 3)
     stretch = taken(recorder)
     calls(recorder, "new", 5_000)
-    assert [span.site.name for span in spans_of(columns(stretch))] == ["old"] * 3
+    assert [span.site.name for span in make_spans(columns(stretch))] == ["old"] * 3
     assert stretch.held_from_ns == 0
     assert (stretch.window, stretch.origin) == (3, ORIGIN)
 
@@ -90,7 +90,7 @@ def test_columns_say_of_each_span_what_its_row_does(recorder: Any) -> None:
     on_a_thread(lambda: calls(recorder, "worker", 3), "worker")
     recorder.scope("open").start()
     expected = {span.span_id: span for span in spans_in(recorder)}
-    found = {span.span_id: span for span in spans_of(columns(taken(recorder)))}
+    found = {span.span_id: span for span in make_spans(columns(taken(recorder)))}
     assert len(found) == 11
     assert found[max(found)].clipped
     for one in (expected, found):  # but for when those that are open were looked at
@@ -107,7 +107,7 @@ def test_self_time_of_a_clipped_span_is_its_part_of_the_window_without_its_child
             time.sleep(0.002)
     inside = next(span for span in spans_in(recorder) if span.site.name == "inside")
     window = inside.start_ns - 1_000, inside.end_ns - 1_000
-    cut = {span.site.name: span for span in spans_of(columns(taken(recorder, *window)))}
+    cut = {span.site.name: span for span in make_spans(columns(taken(recorder, *window)))}
     assert (cut["around"].start_ns, cut["around"].end_ns) == window
     assert (cut["around"].self_ns, cut["around"].clipped) == (1_000, True)
     assert cut["inside"].self_ns == cut["inside"].total_ns == inside.total_ns - 1_000
@@ -121,7 +121,7 @@ def test_rows_of_a_ring_that_has_wrapped_are_copied_in_their_order(make_recorder
     found = columns(taken(recorder))
     assert (found.end_ns[1:] >= found.end_ns[:-1]).all()
     assert found.span_id.tolist() == [span.span_id for span in spans_in(recorder)]
-    numbers = [span.attributes.get("n") for span in spans_of(found)]
+    numbers = [span.attributes.get("n") for span in make_spans(found)]
     assert numbers == [span.attributes.get("n") for span in spans_in(recorder)]
     assert numbers[-3:] == [2997, None, None]
 
@@ -130,14 +130,14 @@ def test_spans_of_threads_that_write_windows_are_left_out(recorder: Any) -> None
     calls(recorder, "service", 2)
     on_a_thread(lambda: calls(recorder, "writing", 2), WINDOWS_THREAD)
     on_a_thread(lambda: calls(recorder, "worker", 2), "worker")
-    assert sorted({span.site.name for span in spans_of(columns(taken(recorder)))}) == ["service", "worker"]
+    assert sorted({span.site.name for span in make_spans(columns(taken(recorder)))}) == ["service", "worker"]
 
 
 def test_it_is_whole_from_the_end_of_the_oldest_span_that_a_wrapped_ring_still_holds(make_recorder: Any) -> None:
     recorder = make_recorder(1 << 12)
     calls(recorder, "work", 5_000)
     stretch = taken(recorder)
-    spans = spans_of(columns(stretch))
+    spans = make_spans(columns(stretch))
     assert 0 < len(spans) < 5_000
     assert stretch.held_from_ns == min(span.end_ns for span in spans)
     later = taken(recorder, sorted(span.end_ns for span in spans)[len(spans) // 2])

@@ -85,7 +85,7 @@ def waiting(recorder: Any) -> dict[str, int]:
 
 
 def lines_of(tally: Tally) -> dict[str, int]:
-    return {row.path[-1].name: row.totals.waiting_ns for row in tally.rows()}
+    return {row.path[-1].name: row.totals.waiting_ns for row in tally.iterate_totals()}
 
 
 def test_a_coroutine_and_what_awaits_it_wait_while_it_is_suspended_and_the_innermost_waits_itself(
@@ -200,7 +200,7 @@ def test_a_coroutine_that_is_closed_or_thrown_into_while_it_is_suspended_has_wai
     assert pauses.bound(waited(span))
     assert told == ["left"]
     assert span.error == {"close": None, "throw": "ValueError", "a caught throw": None}[how]
-    assert (recorder.current_id(), recorder.open_rows()) == (0, [])
+    assert (recorder.current_span_id(), recorder.open_rows()) == (0, [])
 
 
 def test_tasks_wait_each_for_itself_also_when_they_are_cancelled(recorder: Any) -> None:
@@ -349,7 +349,7 @@ def test_memory_files_and_traces_say_what_was_waited(recorder: Any, tmp_path: Pa
     if recorder.memory_fd >= 0:
         saved = read_spans_and_tally(Mapped(recorder.memory_fd))
         assert numbers_of(saved.trace.columns) == expected
-        assert lines_of(saved.tally_or_count()) == waiting(recorder)
+        assert lines_of(saved.read_or_count_totals()) == waiting(recorder)
     trace = Trace(Origin(1, "shop", 0, 0), 0, end_ns, spans_in(recorder), {1: "main"})
     read, tally = chrome.load(chrome.dump(tmp_path / "trace.json", trace, recorder.tally()))
     assert numbers_of(columns_of_spans(read.spans)) == expected
@@ -357,7 +357,7 @@ def test_memory_files_and_traces_say_what_was_waited(recorder: Any, tmp_path: Pa
     assert lines_of(tally) == waiting(recorder)
     saved = file.load(file.dump(tmp_path / "trace.npz", trace, recorder.tally()))
     assert numbers_of(saved.trace.columns) == expected
-    assert lines_of(saved.tally_or_count()) == waiting(recorder)
+    assert lines_of(saved.read_or_count_totals()) == waiting(recorder)
 
 
 def test_chains_of_awaiting_coroutines_have_the_same_frames_as_without_us(recorder: Any) -> None:
@@ -395,7 +395,7 @@ def test_results_of_a_coroutine_are_read_before_its_span_ends_and_attributes_at_
         double,
         Site("double"),
         attributes=lambda args, kwargs: {"number": args[0]},
-        results=lambda result: told.append((result, recorder.current_id() != 0)),
+        results=lambda result: told.append((result, recorder.current_span_id() != 0)),
     )
     assert asyncio.run(made(4)) == 8
     assert told == [(8, True)]

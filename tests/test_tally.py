@@ -106,21 +106,21 @@ def test_merging_is_exact_and_its_order_does_not_matter(spans: list[Span], chanc
 def test_a_span_with_the_id_of_no_span_is_around_none() -> None:
     """All views of spans agree on it. Only a damaged file has one."""
     spans = [Span(Site("nobody"), 0, 0, 0, 1, 0, 0, 9, 9, 9), Span(Site("top"), 5, 0, 5, 1, 0, 3, 4, 1, 1)]
-    assert [tuple(site.name for site in row.path) for row in counted(spans).rows()] == [("nobody",), ("top",)]
+    assert [tuple(site.name for site in row.path) for row in counted(spans).iterate_totals()] == [("nobody",), ("top",)]
 
 
 def test_calls_of_a_tally_come_as_one_meets_them_from_the_roots_down() -> None:
     a, b, c = Site("a"), Site("b"), Site("c")
     facts = [(a, 1, 0, 0, 9), (b, 2, 1, 2, 8), (c, 3, 2, 3, 4), (c, 4, 0, 1, 2), (b, 5, 1, 1, 2)]
     spans = [Span(site, own, up, 1, 1, 0, start, end, 1, 1) for site, own, up, start, end in facts]
-    rows = counted(reversed(spans)).rows()
+    rows = counted(reversed(spans)).iterate_totals()
     assert [tuple(site.name for site in row.path) for row in rows] == [("a",), ("a", "b"), ("a", "b", "c"), ("c",)]
 
 
 def test_bytes_are_summed_for_copies_only() -> None:
     copied = Span(SITES[3], 1, 0, 1, 1, 0, 0, 5, 5, 5, attributes={"bytes": 64})
     other = Span(SITES[0], 2, 0, 2, 1, 0, 0, 5, 5, 5, attributes={"bytes": 64})
-    moved = {row.path[0].name: row.totals.moved_bytes for row in counted([copied, other]).rows()}
+    moved = {row.path[0].name: row.totals.moved_bytes for row in counted([copied, other]).iterate_totals()}
     assert moved == {"copy": 64, "a": 0}
 
 
@@ -198,7 +198,7 @@ def test_sites_of_one_name_and_line_that_differ_in_their_phase_have_lines_of_the
     expected = [("same", "compute", 1), ("same", "post", 1), ("own", "compute", 2)]
     tally = recorder.tally()
     for found in (tally, product.Tally.sum_tallies([tally]), counted(spans_in(recorder))):
-        rows = sorted(found.rows(), key=lambda row: row.totals.first_ns)
+        rows = sorted(found.iterate_totals(), key=lambda row: row.totals.first_ns)
         assert [(row.path[0].name, dict(row.path[0].attributes)["phase"], row.totals.calls) for row in rows] == expected
     tree = recorder.tally().tree
     assert [*tree.merge_equal_paths().places] == [*range(len(tree))]
@@ -208,4 +208,4 @@ def test_processes_that_differ_in_a_fact_of_their_own_alone_count_as_one_place()
     tally = Tally()
     for rank in (0, 1):
         tally.totals((Site("all_reduce", "comm", attributes=(("rank", rank),)),), 1).merge(Totals(calls=1))
-    assert [row.totals.calls for row in tally.made().rows()] == [2]
+    assert [row.totals.calls for row in tally.made().iterate_totals()] == [2]

@@ -54,7 +54,7 @@ def select(recorder: Recorder) -> Iterator[Callable[[str], Selection]]:
 
     yield attach
     for selection in made:
-        selection.undo()
+        selection.detach_all()
 
 
 @pytest.fixture
@@ -247,7 +247,7 @@ def test_a_target_of_each_shape(
     assert case.why in verdicts[0].why
     assert case.call(shapes) == case.result
     assert tree(recorder) == case.spans
-    selection.undo()
+    selection.detach_all()
     recorder.reset()
     assert case.call(shapes) == case.result
     assert tree(recorder) == ""
@@ -257,7 +257,7 @@ def test_a_target_of_each_shape(
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.target)
 def test_the_very_same_objects_come_back(case: Case, shapes: ModuleType, select: Callable[..., Selection]) -> None:
     before = places(shapes)
-    select(f"targets.shapes:{case.target}").undo()
+    select(f"targets.shapes:{case.target}").detach_all()
     assert same(before, places(shapes)) == []
 
 
@@ -269,7 +269,7 @@ def test_a_wildcard_takes_what_is_defined_there_and_no_data(
     found = {verdict.target.partition(":")[2] for verdict in selection.verdicts()}
     assert found >= {"function", "lam", "cached", "managed", "Engine.encode", "Engine.encode[int]", "Meta.make"}
     assert not found & {"root", "partial", "Engine.size", "Engine.weights", "registries", "instance"}
-    selection.undo()
+    selection.detach_all()
     assert same(before, places(shapes)) == []
 
 
@@ -323,7 +323,7 @@ def test_names_in_modules_and_classes_record_and_every_other_reference_stays_and
     registries().Table.alias(1)
     assert tree(recorder) == "function\nfunction\nfunction"
     if selection is not None:
-        selection.undo()
+        selection.detach_all()
         assert elsewhere.taken is shapes.function is bare  # type: ignore[attr-defined]
         assert {place for place, value in registries().held().items() if value is not bare} == set()
 
@@ -331,7 +331,7 @@ def test_names_in_modules_and_classes_record_and_every_other_reference_stays_and
 def test_a_reference_to_a_probe_of_before_is_named(shapes: ModuleType, select: Callable[..., Selection]) -> None:
     first = select("targets.shapes:lam")
     registries().TABLE["lam"] = shapes.lam
-    first.undo()
+    first.detach_all()
     assert registries().TABLE["lam"](1) == 3
     assert registries().TABLE["lam"] is not shapes.lam
     (verdict,) = select("targets.shapes:lam").verdicts()
@@ -403,7 +403,7 @@ def test_a_probe_that_others_took_over_is_the_bare_function_when_its_rule_is_gon
 ) -> None:
     selection = select(f"targets.shapes:{target}")
     registries().TABLE["taken"] = left = vars(shapes)[target]
-    selection.undo()
+    selection.detach_all()
     assert left is not vars(shapes)[target]
     assert call(left) == result
     assert (tree(recorder), recorder.muted_calls()) == ("", {})
@@ -418,7 +418,7 @@ def test_a_call_that_is_under_way_when_its_probe_goes_ends_as_it_began(
     selection = select("targets.shapes:generator")
     running = shapes.generator(3)
     assert next(running) == 0
-    selection.undo()
+    selection.detach_all()
     assert list(running) == [1, 2]
     assert tree(recorder) == "generator"
 
@@ -445,7 +445,7 @@ def test_a_second_name_for_the_same_function_is_recorded_once(
         "",
         "it is the same function as targets.shapes:lam",
     ]
-    selection.undo()
+    selection.detach_all()
     assert shapes.renamed is shapes.lam
 
 
@@ -494,7 +494,7 @@ def test_results_errors_signatures_and_pickles_are_as_before(
     selection = select("targets.shapes:**", "targets.shapes:Engine.size", "targets.shapes:Engine.read_only")
     assert (facts(), error(), unset()) == before
     assert pickle.loads(pickle.dumps(shapes.function)) is shapes.function
-    selection.undo()
+    selection.detach_all()
     assert (facts(), error(), unset()) == before
 
 
@@ -528,7 +528,7 @@ def selected(recorder: Recorder) -> Iterator[Callable[[str], Selection]]:
 
     yield attach
     for selection in made:
-        selection.undo()
+        selection.detach_all()
 
 
 @pytest.mark.usefixtures("small_heap")
@@ -761,7 +761,7 @@ def test_attaching_and_undoing_while_threads_call_changes_no_result(
             names = ("function", "partial", "generator", "Engine.size")
             selection = select(*(f"targets.shapes:{name}" for name in names))
             time.sleep(0.005)
-            selection.undo()
+            selection.detach_all()
     finally:
         done.set()
         for thread in threads:

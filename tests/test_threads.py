@@ -128,7 +128,7 @@ def test_spans_arrive_though_the_service_throws_system_exit_into_every_thread(
             throw_into("instrument-otlp", SystemExit)
             wait_until(lambda: sum(FAULTS.count_by_place().values()) > number)  # noqa: B023 - called at once
             offer(exporter, tree(10, 100 * number))
-            wait_until(lambda: exporter.counts()["pending"] == 0)
+            wait_until(lambda: exporter.count_fates()["pending"] == 0)
         assert exporter.flush(60 * SECOND).complete
         assert len(server.taken) == 20
         exporter.stop(0)
@@ -183,9 +183,9 @@ for _ in range(2):
     gevent.joinall([gevent.spawn(step, 1) for _ in range(100)])
     sent += 100
     end = time.monotonic() + 240
-    while session.recorded.exporter.counts()["exported"] < sent and time.monotonic() < end:
+    while session.recorded.exporter.count_fates()["exported"] < sent and time.monotonic() < end:
         gevent.sleep(0.05)  # without being asked to
-    assert session.recorded.exporter.counts()["exported"] == sent, session.recorded.exporter.counts()
+    assert session.recorded.exporter.count_fates()["exported"] == sent, session.recorded.exporter.count_fates()
 gevent.joinall([gevent.spawn(step, 1) for _ in range(100)])
 delivery = instrument.flush(60)
 assert (delivery.settled, delivery.exported, delivery.pending) == (True, 300, 0), delivery

@@ -91,7 +91,11 @@ def on_another_thread(action: Callable[[], object]) -> None:
 def test_nothing_is_asked_of_the_driver_before_torch_uses_it(service: Service, fake_driver: FakeDriver) -> None:
     assert service.begin()[0] is None
     assert service.timer.begin(SITE, {STREAM: 7}, 1) is None
-    assert (service.driver.current(), service.driver.current_device(), service.driver.primary_context(0)) == (0, -1, 0)
+    assert (service.driver.find_context(), service.driver.current_device(), service.driver.primary_context(0)) == (
+        0,
+        -1,
+        0,
+    )
     assert fake_driver.called() == {}
 
 
@@ -234,5 +238,5 @@ def test_on_rocm_the_mode_of_a_thread_is_changed_by_the_library_that_torch_has_l
     library = ctypes.CDLL(str(target))
     driver = TorchDriver(torch)
     torch.work(1)
-    assert driver.bind(driver.current()) == 0
+    assert driver.bind_context(driver.find_context()) == 0
     assert library.mode_here() == 1

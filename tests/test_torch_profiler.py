@@ -130,7 +130,7 @@ def test_a_window_is_saved_and_read_back_with_its_operators_and_kernels() -> Non
     assert sum(is_operator(span.site) for span in read.spans) == sum(is_operator(s.site) for s in window.trace.spans)
     assert len(read.allocations) == len(window.trace.allocations)
     assert tally is not None
-    assert any(is_operator(row.path[-1]) for row in tally.rows())
+    assert any(is_operator(row.path[-1]) for row in tally.iterate_totals())
 
 
 @pytest.mark.parametrize("asked", [False, None])

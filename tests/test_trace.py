@@ -26,13 +26,13 @@ from instrument.trace.indices import (
     NONE,
     Groups,
     count_ancestors,
-    nearest_at_or_above,
+    find_nearest_row,
+    find_rows,
     number_combinations,
-    rows_of,
     topmost_rows,
 )
-from instrument.trace.self_times import compute_turns, self_times_of
-from instrument.trace.trace import SpanViews, Trace, columns_of_spans, spans_of
+from instrument.trace.self_times import remove_overlaps, self_times_of
+from instrument.trace.trace import SpanViews, Trace, columns_of_spans, make_spans
 
 DRAWN = [program(11, 300), program(12, 500), any_parents(7, 60), any_parents(8, 400), deep(120), wide(150)]
 SOME = st.one_of(traces(), st.sampled_from(DRAWN))
@@ -45,7 +45,7 @@ def columns_of(parts: list[tuple[int, int]]) -> tuple[Any, Any]:
 
 
 def union_of(parts: list[tuple[int, int]]) -> intervals.Union:
-    return intervals.union(*columns_of(parts))
+    return intervals.make_union(*columns_of(parts))
 
 
 def instants(its: intervals.Union) -> set[int]:
@@ -113,7 +113,7 @@ def test_a_union_is_searched_within_its_group_only(
     known = list(zip(*(one.tolist() for one in its), strict=True))
     queries = list(zip(groups.tolist(), starts.tolist(), ends.tolist(), strict=True))
     begun = [[n for n, (one, start, _) in enumerate(known) if one == group and start <= at] for group, at, _ in queries]
-    assert its.last_begun(groups, starts).tolist() == [max(places, default=NONE) for places in begun]
+    assert its.find_last_begun(groups, starts).tolist() == [max(places, default=NONE) for places in begun]
     lies = [[n for n, (one, start, end) in enumerate(known) if one == group and start <= at < end]
             for group, at, _ in queries]  # fmt: skip
     assert its.interval_at(groups, starts).tolist() == [max(places, default=NONE) for places in lies]
@@ -171,7 +171,7 @@ def test_combinations_of_any_numbers_are_distinguished(rows: list[tuple[int, int
 @given(st.lists(st.integers(-(1 << 62), 1 << 62), unique=True, max_size=12), st.data())
 def test_rows_are_found_by_any_ids(ids: list[int], data: st.DataObject) -> None:
     wanted = data.draw(st.lists(st.sampled_from([*ids, 5]), max_size=9))
-    found = rows_of(np.array(ids, dtype=np.int64), np.array(wanted, dtype=np.int64))
+    found = find_rows(np.array(ids, dtype=np.int64), np.array(wanted, dtype=np.int64))
     assert found.tolist() == [ids.index(one) if one in ids else NONE for one in wanted]
 
 
@@ -189,7 +189,7 @@ def test_levels_tops_and_the_nearest_are_those_of_a_walk_up(data: st.DataObject)
             way.append(int(parents[way[-1]]))
         assert count_ancestors(parents)[row] == len(way) - 1
         assert topmost_rows(parents)[row] == way[-1]
-        assert nearest_at_or_above(parents, wanted)[row] == next((one for one in way if wanted[one]), NONE)
+        assert find_nearest_row(parents, wanted)[row] == next((one for one in way if wanted[one]), NONE)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 100])
@@ -207,7 +207,7 @@ def test_a_circle_is_found_whatever_its_length_and_what_hangs_below_it(length: i
 
 @given(SOME)
 def test_columns_are_the_spans_and_spans_the_columns(trace: Trace) -> None:
-    assert spans_of(trace.columns) == trace.spans
+    assert make_spans(trace.columns) == trace.spans
     later = SpanViews(trace.columns)
     assert [later[row - len(later)] for row in range(len(later))] == trace.spans
     assert (later, later[1:3], len(later)) == (trace.spans, trace.spans[1:3], len(trace.spans))
@@ -216,7 +216,7 @@ def test_columns_are_the_spans_and_spans_the_columns(trace: Trace) -> None:
 
 
 def test_spans_made_of_columns_share_nothing_that_can_be_changed() -> None:
-    spans = spans_of(columns_of_spans(deep(30).spans))
+    spans = make_spans(columns_of_spans(deep(30).spans))
     spans[0].attributes["own"] = 1  # type: ignore[index]
     assert dict(spans[1].attributes) == {}
 
@@ -258,7 +258,7 @@ def test_each_instant_is_the_turn_of_the_highest_that_goes_on(parts: list[tuple[
         those = [n for n, (one, start, length) in enumerate(parts) if one == group and start <= at < start + length]
         expected.update([max(those, key=ranks.__getitem__)] if those else [])
     found: Counter[int] = Counter()
-    for place, start, end in zip(*compute_turns(groups, starts, ends, np.array(ranks, dtype=np.int64)), strict=True):
+    for place, start, end in zip(*remove_overlaps(groups, starts, ends, np.array(ranks, dtype=np.int64)), strict=True):
         found[int(place)] += int(end - start)
     assert found == expected
 
@@ -298,7 +298,7 @@ def facts_of_places(places: Iterable[Any]) -> list[str]:
 @given(SOME, st.booleans(), st.sampled_from([OPERATORS, ("user",), ("phase", "request")]))
 def test_the_call_tree_is_that_of_the_spans(trace: Trace, is_bounded: bool, kinds: tuple[str, ...]) -> None:
     window = trace.coverage if is_bounded else None
-    ours = CallTable.of_spans(trace.columns, kinds, window)
+    ours = CallTable.from_spans(trace.columns, kinds, window)
     theirs = call_trees_by_hand.every_place(call_trees_by_hand.call_tree(trace.spans, kinds, window))
     assert facts_of_nodes(trace.columns, ours) == facts_of_places(theirs)
 
@@ -308,7 +308,7 @@ def test_the_call_tree_among_some_spans_is_that_of_a_trace_of_these_alone(trace:
     columns = trace.columns
     some = np.array([chance.random() < 0.7 for _ in trace.spans], dtype=np.bool_)
     alone = columns.select(some)
-    ours, theirs = CallTable.of_spans(columns, OPERATORS, among=some), CallTable.of_spans(alone, OPERATORS)
+    ours, theirs = CallTable.from_spans(columns, OPERATORS, among=some), CallTable.from_spans(alone, OPERATORS)
     assert facts_of_nodes(columns, ours) == facts_of_nodes(alone, theirs)
 
 

@@ -63,7 +63,7 @@ def test_facts_other_than_spans_are_read_back_as_from_chrome_files(seed: int, tm
     assert replace(saved.trace.startup, firsts=(), request=None) == replace(
         expected.startup, firsts=(), request=None
     )  # fmt: skip
-    assert by_keys(saved.tally_or_count()) == by_keys(expected_tally)
+    assert by_keys(saved.read_or_count_totals()) == by_keys(expected_tally)
 
 
 def test_numpy_reads_it_without_us(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_arrays_that_say_anything_are_a_sound_trace_or_refused(
     except TraceError:
         return
     assert len(saved.trace.spans) == len(saved.trace.columns)
-    format_summary(["kernels", "memory"], Recording.of_saved(saved), Options())
+    format_summary(["kernels", "memory"], Recording.from_file(saved), Options())
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"\x93NUMPY"])
@@ -267,7 +267,7 @@ def test_a_session_dumps_a_recording_where_the_name_says_so(tmp_path: Path) -> N
         instrument.stop()
     assert [saved.trace.columns.sites[place].name for place in saved.trace.columns.site] == ["outer", "inner"]
     assert saved.trace.columns.parent.tolist() == [-1, 0]
-    assert saved.tally_or_count().calls == 2
+    assert saved.read_or_count_totals().calls == 2
 
 
 def test_the_command_refuses_a_damaged_recording_in_one_line(tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_function_of_any_flag_does_and_looks_as_without_us(recorder: Any, flag
         if hasattr(thing, "close"):
             thing.close()
     assert {span.site.name for span in spans_in(recorder)} == ({"x"} if on else set())
-    assert recorder.current_id() == 0
+    assert recorder.current_span_id() == 0
 
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="no such mark before Python 3.12")
@@ -225,7 +225,7 @@ def test_a_generator_takes_its_exit_as_without_us(recorder: Any, body: Any, driv
     recorder.on = on
     assert drive(recorder.wrap(body, Site("g"))()) == drive(body())
     recorder.on = True
-    assert recorder.current_id() == 0
+    assert recorder.current_span_id() == 0
     assert recorder.open_rows() == []
     if on and drive is not _thrown_before_it_began:
         (span,) = spans_in(recorder)
@@ -304,7 +304,7 @@ def test_an_async_generator_takes_its_exit_as_without_us(recorder: Any, body: An
     recorder.on = on
     assert asyncio.run(drive(recorder.wrap(body, Site("g")))) == asyncio.run(drive(body))
     recorder.on = True
-    assert recorder.current_id() == 0
+    assert recorder.current_span_id() == 0
     assert recorder.open_rows() == []
     if on:
         (span,) = spans_in(recorder)

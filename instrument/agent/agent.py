@@ -37,7 +37,7 @@ class Questions:
         answered."""
         self._numbers = 0
 
-    def forget_asker(self, asker: Connection) -> None:
+    def forget_connection(self, asker: Connection) -> None:
         self._questions = {number: pair for number, pair in self._questions.items() if pair[0] is not asker}
 
     def handle_command(self, connection: Connection, message: Message) -> None:
@@ -58,7 +58,7 @@ class Questions:
         elif subject == "scrape":
             self._start_scrape(connection, str(message.get("run")))
         elif subject == "do":
-            self._ask_processes(connection, dict(message["do"]), [int(pid) for pid in message.get("pids") or ()])
+            self._forward_command(connection, dict(message["do"]), [int(pid) for pid in message.get("pids") or ()])
         else:
             connection.is_broken = True
 
@@ -68,10 +68,10 @@ class Questions:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             if asked_run is not None:
-                self._runs.exports.scrape(asked_run, theirs)
+                self._runs.exports.answer_scrape(asked_run, theirs)
             self._loop.send(connection, {"end": {"agent": os.getpid()}}, [ours.fileno()])
 
-    def _ask_processes(self, connection: Connection, action: dict[str, Any], pids: list[int]) -> None:
+    def _forward_command(self, connection: Connection, action: dict[str, Any], pids: list[int]) -> None:
         self._numbers += 1
         number, waiting = self._numbers, set[Process]()
         for run in self._runs:
@@ -92,9 +92,9 @@ class Questions:
                     self._loop.send(connection, {"pid": process.pid, "answer": {"pending": why}})
         self._questions[number] = connection, waiting
         self._loop.call_later(REQUEST_TIMEOUT_S, lambda: self._questions.pop(number, None))
-        self._end_if_answered(number)
+        self._end_answered_command(number)
 
-    def apply_switch_of_parent(self, process: Process) -> None:
+    def inherit_on_off_state(self, process: Process) -> None:
         parent = next((member for member in process.run.processes if member.pid == process.facts.get("parent")), None)
         if parent is not None and process.switch is None and process.connection is not None:
             process.switch = parent.switch
@@ -106,9 +106,9 @@ class Questions:
             asker, waiting = self._questions[number]
             waiting.discard(process)
             self._loop.send(asker, {"pid": process.pid, "answer": answer})
-            self._end_if_answered(number)
+            self._end_answered_command(number)
 
-    def _end_if_answered(self, number: int) -> None:
+    def _end_answered_command(self, number: int) -> None:
         asker, waiting = self._questions.get(number, (None, set()))
         if asker is not None and not any(process.lives for process in waiting):
             del self._questions[number]
@@ -125,7 +125,7 @@ LAST_SEND_S = 4.0
 """The maximum number of seconds for which an ending agent sends the last spans."""
 
 OUTCOME_WAIT_S = 0.5
-"""Seconds after the last send within which the exporter must report to the agent what was sent."""
+"""Seconds that the exporter has, after the last send, to report the result to the agent."""
 
 STOP_POLL_S = 0.1
 """Seconds between two checks by an ending agent for unsaved recordings."""
@@ -170,7 +170,7 @@ class Agent:
         finally:
             go_on = [run for run in self._runs if run.living_processes() or self._loop.is_replaced]
             self._runs.exports.stop()
-            self._loop.drop_all()
+            self._loop.drop_connections()
             self._runs.close(go_on)
             self._loop.close()
             os.close(self._wake)
@@ -198,13 +198,13 @@ class Agent:
 
     def _handle_process_message(self, process: Process, message: Message) -> bool:
         if "saved" in message:
-            self._runs.note_saved(process)
+            self._runs.note_saved_recording(process)
         elif not process.lives:
             pass  # it goes on after its goodbye, or is about to end
         elif "exits" in message:
             process.status = (int(message["exits"]) & 0xFF) << 8
         elif "records" in message:
-            self._runs.note_recording(process)
+            self._runs.note_recording_start(process)
         elif "requests" in message:
             process.has_requests = True
         elif "window" in message:
@@ -215,7 +215,7 @@ class Agent:
             self._runs.exports.forward_gauge_message(process, message)
         elif "hears" in message:
             process.hears = True
-            self._questions.apply_switch_of_parent(process)
+            self._questions.inherit_on_off_state(process)
         elif "goodbye" in message:
             self._runs.handle_goodbye(process, dict(message["goodbye"]), is_answered=bool(message.get("is_answered")))
         elif "answer" in message:
@@ -225,7 +225,7 @@ class Agent:
         return True
 
     def _handle_disconnect(self, connection: Connection) -> None:
-        self._questions.forget_asker(connection)
+        self._questions.forget_connection(connection)
         self._runs.handle_disconnect(connection)
 
     # ---------------------------------------------------------------- the end
@@ -255,13 +255,13 @@ class Agent:
         exports = self._runs.exports
         if not (exports.is_done or exports.is_ending):
             within_s = min(self._ends_at - time.monotonic(), LAST_SEND_S + OUTCOME_WAIT_S)
-            exports.end(within_s - OUTCOME_WAIT_S)
+            exports.end_exports(within_s - OUTCOME_WAIT_S)
             self._loop.call_later(within_s, self._stop)
 
     def _stop(self) -> None:
         self._runs.exports.stop()
         if not self._is_over and (lost := self._runs.exports.lost_by_reason):
-            self._runs.write_to_runs(end_reports.export_loss_line(lost))
+            self._runs.write_stderr_of_runs(end_reports.export_loss_line(lost))
         self._is_over = True
 
 
@@ -275,13 +275,13 @@ def serve(descriptor: int, run: str, first: int, *, says: bool) -> None:
     folder = Path(os.fsdecode(listener.getsockname())).parent
     is_ours = True
     try:
-        is_ours = serve_on(listener, folder, Run(run, first), says=says)
+        is_ours = serve_on_socket(listener, folder, Run(run, first), says=says)
     finally:
         if is_ours:
             agent_socket.remove_run_folder(folder)
 
 
-def serve_on(
+def serve_on_socket(
     listener: socket.socket, folder: Path, run: Run | None, *, captures: Path | None = None, says: bool
 ) -> bool:
     """Serve at a socket until the run is over or a signal comes. Return False if another agent continues the run."""

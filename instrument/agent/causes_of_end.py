@@ -31,17 +31,17 @@ MOST_ATTRIBUTES, VALUE_LENGTH = 4, 60
 TRANSPORT_PREFIXES = ("http.", "url.", "server.", "client.", "network.", "user_agent.", "rpc.")
 """The prefixes of attributes that the message on a dead process omits. The capture has all attributes."""
 NAMED_GAUGES = ("process_cpu", "process_memory", "system_cpu", "utilization", "memory_used", "memory_total")
-"""The gauges with a last reading in the message on a dead process. The capture has all gauges."""
+"""The gauges whose last readings are in the message on a dead process."""
 
 
-def memory_events(pid: int) -> Path | None:
+def find_memory_events(pid: int) -> Path | None:
     """Return the path of the file `memory.events`, in which a process's control group counts kills for lack of
     memory."""
     groups = [group for controller, group in environment.control_groups(pid) if not controller] if pid else []
     return next((path for group in groups[:1] if (path := group / "memory.events").is_file()), None)
 
 
-def oom_kills(events: Path | None) -> int:
+def read_oom_kills(events: Path | None) -> int:
     with suppress(OSError, ValueError, IndexError):
         for line in events.read_text().splitlines() if events is not None else ():
             if line.startswith("oom_kill "):
@@ -50,7 +50,7 @@ def oom_kills(events: Path | None) -> int:
 
 
 def describe_vanishing(process: Process) -> str:
-    if oom_kills(process.memory_events) > process.oom_kills and process.status in (None, signal.SIGKILL):
+    if read_oom_kills(process.memory_events) > process.oom_kills and process.status in (None, signal.SIGKILL):
         return "ended without a goodbye (killed by the OOM killer, as its control group reports)"
     return f"ended without a goodbye{_describe_status(process.status)}"
 
@@ -98,18 +98,18 @@ def describe_death(open_spans: Sequence[OpenSpan], end_ns: int, end_kind: str, l
     if not by_root:
         return f"{end_kind}; no span was open"
     first, *requests = sorted(by_root.values(), key=lambda spans: -spans[-1].start_ns)
-    names = [_describe_shortly(spans, end_ns, least) for spans in requests[:MOST_OPEN_REQUESTS]]
+    names = [_summarize_open_spans(spans, end_ns, least) for spans in requests[:MOST_OPEN_REQUESTS]]
     more = len(requests) - MOST_OPEN_REQUESTS
     names += [f"{more} more"] if more > 0 else []
     also = f"; {len(requests)} more {'was' if len(requests) == 1 else 'were'} open: {', '.join(names)}" if names else ""
-    return f"{end_kind}: it died in {_describe_tree(first, end_ns, least)}{also}"
+    return f"{end_kind}: it died in {_describe_open_spans(first, end_ns, least)}{also}"
 
 
 def _find_outermost_and_innermost(spans: Sequence[OpenSpan]) -> tuple[OpenSpan, OpenSpan]:
     return min(spans, key=lambda span: span.start_ns), max(spans, key=lambda span: span.start_ns)
 
 
-def _describe_tree(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
+def _describe_open_spans(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
     first, last = _find_outermost_and_innermost(spans)
     kind = "request " if first.site.kind == "request" else ""
     inner = "" if last is first else f"`{last.site.name}`{attributes_text(last)} of "
@@ -125,7 +125,7 @@ def attributes_text(span: OpenSpan) -> str:
     return f" ({', '.join([*texts[:MOST_ATTRIBUTES], *more])})" if texts else ""
 
 
-def _describe_shortly(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
+def _summarize_open_spans(spans: Sequence[OpenSpan], end_ns: int, least: str) -> str:
     first, last = _find_outermost_and_innermost(spans)
     inner = "" if last is first else f", in `{last.site.name}`"
     return f"`{first.site.name}` ({least}{_format_duration(end_ns - first.start_ns)}{inner})"

@@ -60,9 +60,9 @@ class Jobs:
         """Run a job in a child process, and call `on_answer` with the result. If the job fails, the result is
         `{"error": ...}`."""
         self._waiting.append((job, on_answer))
-        self._start_waiting()
+        self._start_waiting_jobs()
 
-    def _start_waiting(self) -> None:
+    def _start_waiting_jobs(self) -> None:
         while self._waiting and len(self._running) < MOST_CHILDREN:
             job, done_callback = self._waiting.popleft()
             try:
@@ -110,7 +110,7 @@ class Jobs:
             _kill_process(child.pid)
         _, status = os.waitpid(child.pid, 0)
         child.on_answer(_decode_answer(child.received, status))
-        self._start_waiting()
+        self._start_waiting_jobs()
 
     def stop(self) -> None:
         self._waiting.clear()
@@ -154,7 +154,7 @@ class Saves:
         self._waiting: deque[Process] = deque()
         self._running = 0
 
-    def add(self, process: Process) -> None:
+    def queue_recording(self, process: Process) -> None:
         self._waiting.append(process)
         self._start_next_batch()
 
@@ -164,9 +164,9 @@ class Saves:
 
     def _save_batch(self, batch: Sequence[Process]) -> None:
         self._running += 1
-        self._jobs.start(end_reports.make_batch_save_job(batch, self._folder), partial(self._end, batch))
+        self._jobs.start(end_reports.make_batch_save_job(batch, self._folder), partial(self._handle_save_answer, batch))
 
-    def _end(self, batch: Sequence[Process], answer: Answer) -> None:
+    def _handle_save_answer(self, batch: Sequence[Process], answer: Answer) -> None:
         self._running -= 1
         if "each" not in answer and len(batch) > 1:  # the recording of one has ended the child
             for process in batch:
@@ -218,7 +218,7 @@ class AgentEnd:
             else:
                 yield message, descriptors
 
-    def wake(self) -> None:
+    def wake_receiver(self) -> None:
         with suppress(BlockingIOError):
             os.write(self._waker, b".")
 

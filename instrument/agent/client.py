@@ -55,21 +55,21 @@ class Asked:
     unseen: str = ""
 
     @property
-    def living(self) -> list[Member]:
+    def living_processes(self) -> list[Member]:
         return [member for member in self.members if member.lives]
 
     @property
     def description(self) -> str:
-        members = self.living or self.members
+        members = self.living_processes or self.members
         if not members:
             return f"{self.name} ({self.problem or 'no process has joined'})"
         services = ", ".join(dict.fromkeys(str(member.facts["service"]) for member in members))
         begun_ns = min(int(member.facts["joined_ns"]) for member in members)
-        count = f"{len(self.living)} process{'es' * (len(self.living) != 1)}"
+        count = f"{len(self.living_processes)} process{'es' * (len(self.living_processes) != 1)}"
         return f"{self.name} ({services}: {count}, for {(time.monotonic_ns() - begun_ns) / 1e9:.3g} s)"
 
     @property
-    def none_joined_text(self) -> str:
+    def empty_run_text(self) -> str:
         if self.problem or self.members:
             return ""
         if self.name != str(self.socket):
@@ -113,10 +113,10 @@ def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list
                 os.close(member.memory)
 
 
-def single_run(verb: str, runs: Sequence[Asked]) -> Asked:
+def require_single_run(verb: str, runs: Sequence[Asked]) -> Asked:
     answering = [run for run in runs if not run.problem]
     if len(answering) > 1:
-        answering = [run for run in answering if run.living] or answering
+        answering = [run for run in answering if run.living_processes] or answering
     if len(answering) == 1:
         return answering[0]
     if len(answering) > 1 or len(runs) > 1:

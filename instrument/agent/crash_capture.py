@@ -49,7 +49,7 @@ def save_recording(
             died = describe_death(mapped.open_spans(), saved.trace.end_ns, end_kind, least)
             gauges = describe_last_gauges(facts.samples, facts.end_ns)
             facts = replace(facts, died=f"Process {facts.origin.pid} {died}.{gauges}")
-        facts = _with_goodbye(facts, goodbye or {})
+        facts = _add_goodbye(facts, goodbye or {})
         file.dump(path, facts, saved.tally)
         written = [copy for copy in copies if _write_copy(copy, facts, saved.tally)]
     return {"path": path, "died": died, "spans": len(saved.trace.columns), "copies": written}
@@ -83,18 +83,18 @@ def load_capture(path: str, run: str) -> Mapping[str, Any] | None:
     return {"path": path, "died": (died[0] or died[2]).removesuffix("."), "spans": len(saved.trace.columns)}
 
 
-def _with_goodbye(facts: Trace, goodbye: Mapping[str, Any]) -> Trace:
+def _add_goodbye(facts: Trace, goodbye: Mapping[str, Any]) -> Trace:
     from dataclasses import replace
 
     from instrument.errors import TraceError
     from instrument.recording.spans import Cost
-    from instrument.trace.metadata import own_notes_of
+    from instrument.trace.metadata import read_own_notes
 
     if not goodbye:
         return facts
     try:
         cost = Cost(**goodbye["cost"])
-        notes, own_notes = tuple(map(str, goodbye["notes"])), own_notes_of(goodbye.get("own_notes", {}))
+        notes, own_notes = tuple(map(str, goodbye["notes"])), read_own_notes(goodbye.get("own_notes", {}))
         return replace(facts, cost=cost, losses=dict(goodbye["losses"]), notes=notes, own_notes=own_notes)
     except (KeyError, TypeError, ValueError) as problem:
         raise TraceError(f"a process ended with a message of another version: {problem}") from problem

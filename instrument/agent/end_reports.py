@@ -27,10 +27,10 @@ from instrument.runtime.environment import PROC
 SYSTEM_LOG = Path("/dev/log")
 
 Says = Callable[[str], object] | None
-"""A function for messages that neither a standard error nor the system's log accepts, or None."""
+"""A function that receives messages if neither a standard error nor the system's log accepts them."""
 
 PIPE_WAIT_MS = 50
-"""Milliseconds to wait while the pipe to a process's standard error is full. After that, the message is cut."""
+"""Milliseconds to wait while the pipe to a process's standard error is full, before the message is cut."""
 
 MESSAGE_SUFFIX = ".txt"
 """The suffix of a text file, next to a capture, with a message that could not be printed."""
@@ -153,7 +153,7 @@ def collect_process_facts(process: Process) -> dict[str, Any]:
     }
 
 
-def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], Answer]:
+def make_report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[], Answer]:
     of = next(
         (process.facts["report"] for process in reversed(run.processes_with_spans()) if process.facts.get("report")),
         None,
@@ -162,7 +162,7 @@ def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[],
     parts = []
     for process in run.processes_with_spans():
         is_notable = process.end_kind == VANISHED or bool(process.status)
-        line = _report_line(process)
+        line = _format_process_line(process)
         parts.append(ReportedProcess(line, process.saved, is_notable, is_reported=process.is_reported))
     if run.folded_ends:
         ends = ", ".join(f"{count} {end}" for end, count in run.folded_ends.most_common())
@@ -175,7 +175,7 @@ def report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callable[[],
 def list_processes_of_earlier_agent(folder: Path, run: Run) -> list[ReportedProcess]:
     """Return the processes of a run that ended under an earlier agent, according to the files that the agent left."""
     known_paths, parts = {run.folded, *(process.saved for process in run.processes)}, []
-    for path, of in _report_files(folder):
+    for path, of in _list_report_files(folder):
         saved = str(path.readlink() if path.is_symlink() else path)
         if of["run"] != _make_safe_run_name(run) or saved in known_paths:
             continue
@@ -188,7 +188,7 @@ def list_processes_of_earlier_agent(folder: Path, run: Run) -> list[ReportedProc
     return parts
 
 
-def _report_files(folder: Path) -> list[tuple[Path, re.Match[str]]]:
+def _list_report_files(folder: Path) -> list[tuple[Path, re.Match[str]]]:
     paths = agent_socket.list_matching_paths(folder, f"*{REPORT_SUFFIX}")
     return [(path, of) for path in paths if (of := _REPORT_FILE.fullmatch(path.name)) is not None]
 
@@ -197,7 +197,7 @@ def _make_safe_run_name(run: Run) -> str:
     return re.sub(r"[^\w.-]", "_", run.name, flags=re.ASCII)
 
 
-def _report_line(process: Process) -> str:
+def _format_process_line(process: Process) -> str:
     files = process.files or (process.goodbye or {}).get("files", ())
     if process.saved.endswith(CAPTURE):
         files = [process.saved]
@@ -205,18 +205,18 @@ def _report_line(process: Process) -> str:
 
 
 def make_batch_save_job(processes: Sequence[Process], folder: Path) -> Callable[[], Answer]:
-    jobs = [save_job(process, process.saved, folder) for process in processes]
+    jobs = [make_save_job(process, process.saved, folder) for process in processes]
 
-    def attempt(job: Callable[[], Answer]) -> Answer:
+    def run_job_safely(job: Callable[[], Answer]) -> Answer:
         try:
             return job()
         except Exception as problem:
             return {"error": f"{type(problem).__name__}: {problem!s:.500}"}
 
-    return lambda: {"each": [attempt(job) for job in jobs]}
+    return lambda: {"each": [run_job_safely(job) for job in jobs]}
 
 
-def save_job(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
+def make_save_job(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
     """Return a job that saves the recording of an ended process. The job continues if the agent is killed."""
     copies = process.facts.get("files", ()) if process.end_kind == EXITED else ()
     end_kind = describe_vanishing(process) if process.end_kind == VANISHED else ""
@@ -226,7 +226,7 @@ def save_job(process: Process, path: str, folder: Path) -> Callable[[], Answer]:
         with processes.locked_note(folder, process):
             earlier = crash_capture.load_capture(path, str(process.facts.get("run"))) if process.is_missed else None
             if earlier is None and process.memory < 0:
-                return {"error": why_unread(process)}
+                return {"error": explain_read_failure(process)}
             return earlier or crash_capture.save_recording(
                 process.memory, path, end_kind=end_kind, end_ns=end_ns, goodbye=goodbye, copies=copies
             )
@@ -254,12 +254,12 @@ def link_to_capture(folder: Path, process: Process) -> str:
 
 
 def captures_for_reports(folder: Path) -> set[str]:
-    return {str(path.readlink()) for path, _ in _report_files(folder) if path.is_symlink()}
+    return {str(path.readlink()) for path, _ in _list_report_files(folder) if path.is_symlink()}
 
 
 def remove_report_files(folder: Path, run: Run) -> None:
     remove_listed_report_files(
-        folder, [str(path) for path, of in _report_files(folder) if of["run"] == _make_safe_run_name(run)]
+        folder, [str(path) for path, of in _list_report_files(folder) if of["run"] == _make_safe_run_name(run)]
     )
 
 
@@ -272,7 +272,7 @@ def remove_listed_report_files(folder: Path, paths: Iterable[str]) -> None:
 
 def remove_abandoned_report_files(folder: Path, runs: Iterable[Run], says: Callable[[str], object]) -> None:
     living_runs, counts = {_make_safe_run_name(run) for run in runs}, Counter[str]()
-    for path, of in _report_files(folder):
+    for path, of in _list_report_files(folder):
         if of["run"] not in living_runs:
             counts[of["run"]] += int(of["count"] or 1)
             remove_listed_report_files(folder, [str(path)])
@@ -283,7 +283,7 @@ def remove_abandoned_report_files(folder: Path, runs: Iterable[Run], says: Calla
         )
 
 
-def why_unread(process: Process) -> str:
+def explain_read_failure(process: Process) -> str:
     if process.is_missed:
         return "the agent of its run had gone before that was done, and what it recorded went with it"
     return "it recorded where nobody else can read"
@@ -337,7 +337,7 @@ def export_loss_line(lost: Mapping[str, int]) -> str:
     return f"instrument: some data of this run has not arrived at its destination: {counts}"
 
 
-def none_joined_text(pid: int, after_s: float) -> str:
+def describe_empty_run(pid: int, after_s: float) -> str:
     return (
         f"instrument: {after_s:g} s after its start no process of this run records anything"
         f"{_explain_missing_sitecustomize(pid)}. Give `instrument run ...` to that program as the command that it "
@@ -406,7 +406,7 @@ def combined_report(
         lines.append(line)
     if not read:
         raise TraceError("no process of the run has a recording")
-    text = format_summary(views, Recording.of_saved(merge_recordings(read).saved), Options.from_mapping(options))
+    text = format_summary(views, Recording.from_file(merge_recordings(read).saved), Options.from_mapping(options))
     if len(text.encode()) > MOST_REPORT_BYTES:
         text = text.encode()[:MOST_REPORT_BYTES].decode(errors="ignore").rpartition("\n")[0] + CUT_NOTE
     places = sorted(sorted(range(len(parts)), key=lambda place: not parts[place].is_notable)[:MOST_NAMED_PROCESSES])
@@ -431,7 +431,7 @@ def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
     if not read:
         raise TraceError(f"none of {len(paths)} recordings can be read")
     saved = fold_recordings(read)
-    file.dump(into, saved.trace, saved.tally_or_count())
+    file.dump(into, saved.trace, saved.read_or_count_totals())
     for read_path in map(Path, paths):
         if read_path.parent == Path(into).parent:
             read_path.unlink()

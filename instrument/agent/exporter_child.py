@@ -86,7 +86,7 @@ class _WatchedProcess:
         ended.
         """
         if self._sources is None and time.monotonic() >= self._begin_at:
-            self._begin()
+            self._begin_reading()
         sources = self._sources
         if sources is None:
             return None
@@ -101,14 +101,14 @@ class _WatchedProcess:
                 [Sample(str(name), int(device), now_ns, _parse_reading(value)) for device, name, value in rows]
             )
 
-    def _begin(self) -> None:
+    def _begin_reading(self) -> None:
         if not self._place.acquire():
             self._begin_at = time.monotonic() + CLAIM_RETRY_S
             return
         if problem := explain_unreliable_gauges(self._pid):
             raise _UnreadableHereError(problem)
         sources = GaugeSources(self._wanted, self._store_samples, self._pid, self._environ)
-        sources.prepare()
+        sources.find_gauges()
         is_open = sources.open()
         if self._wanted.nvml_ns is not None and not is_open:
             sources.close()
@@ -118,7 +118,7 @@ class _WatchedProcess:
         self._sources = sources
 
     def _store_samples(self, samples: Sequence[Sample]) -> None:
-        if not self._place.add(
+        if not self._place.add_readings(
             sample for sample in samples if sample.name in GAUGES and -1 <= sample.device < MOST_DEVICES
         ):
             raise Gone  # another session records there
@@ -184,21 +184,21 @@ class GaugeThread:
             for number in list(self._watched):
                 self._run_action(number, partial(self._read_gauges, number))
         for number in list(self._watched):
-            self._forget(number)
+            self._forget_process(number)
 
     def _run_action(self, number: int, action: Callable[[], object]) -> None:
         try:
             action()
         except Gone:
-            self._forget(number)
+            self._forget_process(number)
         except _UnreadableHereError as problem:
-            self._return_to_process(number, str(problem))
+            self._return_gauges(number, str(problem))
         except Exception as problem:  # a process may say anything
-            self._return_to_process(number, f"{type(problem).__name__}: {problem!s:.200}")
+            self._return_gauges(number, f"{type(problem).__name__}: {problem!s:.200}")
 
     def _handle_message(self, number: int, message: agent_socket.Message, descriptors: Sequence[int]) -> None:
         if descriptors:
-            self._forget(number)
+            self._forget_process(number)
             try:
                 self._watched[number] = _WatchedProcess(int(message["pid"]), message["gauges"], descriptors[0])
                 self._reports[number] = {}
@@ -209,10 +209,10 @@ class GaugeThread:
         elif "readings" in message:
             self._watched[number].store_readings(message["readings"])
         elif "ended" in message:
-            self._forget(number)
+            self._forget_process(number)
         elif message["gauges"] is None:
             self._run_action(number, partial(self._read_gauges, number, is_last=True))
-            self._forget(number)
+            self._forget_process(number)
             self._send_gauges(number, {"ended": True})
         else:
             self._watched[number].store_environment(message["gauges"])
@@ -234,11 +234,11 @@ class GaugeThread:
             )
         self._send_gauges(number, {"gpus": report.get("gpus", []), "notes": notes})
 
-    def _return_to_process(self, number: int, why: str) -> None:
-        self._forget(number)
+    def _return_gauges(self, number: int, why: str) -> None:
+        self._forget_process(number)
         self._send_gauges(number, {"yours": why})
 
-    def _forget(self, number: int) -> None:
+    def _forget_process(self, number: int) -> None:
         self._reports.pop(number, None)
         watched = self._watched.pop(number, None)
         if watched is not None:
@@ -286,7 +286,7 @@ BUSY_READ_INTERVAL_S = 0.02
 """Seconds between two reads of all recordings while spans wait to be sent."""
 
 MOST_EXPORTERS = 8
-"""The number of exporters (one thread each) from which unused exporters are stopped."""
+"""The maximum number of exporters. Beyond it, unused exporters are stopped."""
 
 MOST_MESSAGE_CHARACTERS = 1000
 """The maximum number of characters of a warning that the agent prints for the exporter."""
@@ -336,17 +336,17 @@ class ExporterChild:
         """Serve until the agent asks the exporter to end, or until the agent is gone."""
         has_more = False
         while not self._ends_at:
-            wait_s = BUSY_READ_INTERVAL_S if self._exporters and self._loop.is_behind else READ_INTERVAL_S
+            wait_s = BUSY_READ_INTERVAL_S if self._exporters and self._loop.is_paused else READ_INTERVAL_S
             for message, descriptors in self._agent.receive(0 if has_more else wait_s):
                 self._handle_message(message, descriptors)
             if self._agent.has_gone:
                 return
             self._gauges.report_hanging_driver(time.monotonic())
             if self._scrapes is not None:
-                self._scrapes.answer_waiting(self._scrape_metrics)
+                self._scrapes.answer_waiting(self._read_metrics)
             if self._exporters:
                 has_more = self._loop.read_and_settle()
-                self._loop.end_settled()
+                self._loop.end_settled_exports()
         if self._exporters:
             self._end_exports()
         self._gauges.stop()
@@ -368,10 +368,10 @@ class ExporterChild:
     def _loop(self) -> export_loop.ExportLoop:
         import_without_tls()
         return export_loop.ExportLoop(
-            self._report_end,
+            self._report_export_end,
             lambda rows: self._agent.send({"dataset": rows}),
             self._note_silent_processes,
-            self._agent.wake,
+            self._agent.wake_receiver,
         )
 
     @cached_property
@@ -380,7 +380,7 @@ class ExporterChild:
 
     def _note_silent_processes(self) -> None:
         for sender in self._exporters.values():
-            sender.note_silence()
+            sender.log_collector_silence()
 
     # ---------------------------------------------------------------- the agent
 
@@ -389,7 +389,7 @@ class ExporterChild:
             self._gauges.queue_message(message, descriptors)
         elif "export" in message:
             number = int(message["export"])
-            self._loop.attempt(number, partial(self._begin, number, message, descriptors))
+            self._loop.attempt_on_recording(number, partial(self._begin_export, number, message, descriptors))
         elif "folder" in message:
             self._folder = Path(message["folder"])
         elif "listen" in message or "scrape" in message:
@@ -407,11 +407,11 @@ class ExporterChild:
                         self._loop.send_window, export, int(message.get("begin_ns", 0)), int(message.get("end_ns", 0))
                     ),
                 }
-                self._loop.attempt(number, actions[name])
+                self._loop.attempt_on_recording(number, actions[name])
 
     def _begin_scrapes(self, message: Mapping[str, Any], descriptor: int) -> None:
         try:
-            self._scrapes = self._scrapes or scrapes.Scrapes(self._agent.wake)
+            self._scrapes = self._scrapes or scrapes.Scrapes(self._agent.wake_receiver)
         except ExportError as problem:
             os.close(descriptor)
             self._agent.send({"said": f"export.prometheus: {problem}"})
@@ -419,16 +419,16 @@ class ExporterChild:
         if "listen" in message:
             self._scrapes.listen(descriptor, str(message["listen"]))
         else:
-            self._scrapes.answer_on(descriptor, str(message["scrape"]))
+            self._scrapes.answer_scrape(descriptor, str(message["scrape"]))
 
-    def _scrape_metrics(self, scope: scrapes.Scope) -> tuple[list[Metered], dict[str, list[Metric]]]:
+    def _read_metrics(self, scope: scrapes.Scope) -> tuple[list[Metered], dict[str, list[Metric]]]:
         exports = [export for number, export in self._loop.recordings.items() if scope in self._scopes[number]]
         metered_of = self._loop.read_current_metrics(exports)
         return list(metered_of.values()), self._ended_metrics.sum_by_service(scope, metered_of)
 
     # ---------------------------------------------------------------- recordings
 
-    def _begin(self, number: int, message: Mapping[str, Any], descriptors: list[int]) -> None:
+    def _begin_export(self, number: int, message: Mapping[str, Any], descriptors: list[int]) -> None:
         settings, run, disk_bytes = message["settings"], str(message["run"]), int(message.get("disk_bytes") or 0)
         listens = settings.get("prometheus")
         self._scopes[number] = [("run", run), *([("listen", str(listens))] if listens else [])]
@@ -444,9 +444,9 @@ class ExporterChild:
         self._settings[number] = otlp
         export.is_scraped = bool(listens or message["is_scraped"])
         if folder := settings.get("captures"):
-            self._loop.begin_files(number, Path(folder), run, disk_bytes)
+            self._loop.begin_kept_files(number, Path(folder), run, disk_bytes)
         if settings.get("parquet"):
-            self._loop.attempt_dataset(partial(self._begin_dataset, export, settings["parquet"], run, disk_bytes))
+            self._loop.attempt_on_dataset(partial(self._begin_dataset, export, settings["parquet"], run, disk_bytes))
 
     def _begin_dataset(
         self, export: recording_export.RecordingExport, settings: Mapping[str, Any], run: str, disk_bytes: int
@@ -467,15 +467,15 @@ class ExporterChild:
     def _stop_unused(self) -> None:
         used = set(self._settings.values())
         unused = [
-            otlp for otlp, sender in self._exporters.items() if otlp not in used and not sender.counts()["pending"]
+            otlp for otlp, sender in self._exporters.items() if otlp not in used and not sender.count_fates()["pending"]
         ]
         for settings in unused[: max(len(self._exporters) - MOST_EXPORTERS + 1, 0)]:
             self._exporters.pop(settings).stop(0)
 
-    def _report_end(self, number: int, ended: export_loop.EndedExport) -> None:
+    def _report_export_end(self, number: int, ended: export_loop.EndedExport) -> None:
         self._settings.pop(number, None)
         scopes, problem = self._scopes.pop(number, []), ended.problem
         if ended.metered is not None:
-            self._ended_metrics.add(ended.key, scopes, ended.metered)
+            self._ended_metrics.add_metrics(ended.key, scopes, ended.metered)
         text = "" if problem is None else f"{type(problem).__name__}: {problem!s:.500}"
         self._agent.send({"done": number, "fates": ended.fates, "problem": text})

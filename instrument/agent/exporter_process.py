@@ -89,37 +89,37 @@ class Exports:
     def lost_by_reason(self) -> Mapping[str, int]:
         return losses_by_name(self.fates)
 
-    def add(self, process: Process) -> None:
+    def export_if_wanted(self, process: Process) -> None:
         """Export the recording of a process if its profile asks for that, or if Prometheus scrapes the run."""
         if process.number in self._recordings:
             return
         settings = process.facts.get("export") or {}
         if address := str(settings.get("prometheus") or ""):
-            self._listen(address)
+            self._listen_for_scrapes(address)
         is_read = any(settings.get(name) for name in ("otlp", "captures", "parquet", "prometheus"))
         if not (is_read or (settings and process.run.is_scraped)) or process.memory < 0:
             return
         if self.is_ending or not self._begin_child():
             self.count_unread_rows(process, process.memory, is_reported=False)
-            self._send_unexported(process)
+            self._notify_unexported(process)
             return
         try:
             memory = os.dup(process.memory)
         except OSError as problem:
             self._note_problem(f"the recording of process {process.pid} could not be kept: {problem.strerror}")
-            self._send_unexported(process)
+            self._notify_unexported(process)
             return
         self._recordings[process.number] = process, memory, read_generation(memory)
         self._start_export(process.number)
 
-    def scrape(self, run: Run, connection: socket.socket) -> None:
+    def answer_scrape(self, run: Run, connection: socket.socket) -> None:
         run.is_scraped = True
         for process in run.living_processes():
-            self.add(process)
+            self.export_if_wanted(process)
         if not self.is_ending and not self._try_to_begin_child():
-            self._send_child({"scrape": run.name}, connection.fileno())
+            self._send_to_child({"scrape": run.name}, connection.fileno())
 
-    def _listen(self, address: str) -> None:
+    def _listen_for_scrapes(self, address: str) -> None:
         if address in self._listeners:
             return
         try:
@@ -131,27 +131,27 @@ class Exports:
             advice = "give export.prometheus.listen another address"
             self._says(f"instrument: export.prometheus: cannot listen at {address}: {problem.strerror}; {advice}")
 
-    def note_ended(self, process: Process) -> None:
+    def note_process_end(self, process: Process) -> None:
         if process.number in self._recordings:
-            self._send_child({"ended": process.number})
+            self._send_to_child({"ended": process.number})
             self._count_unsent_spans(*self._recordings[process.number])
         if self._gauged.pop(process.number, None) is not None:
-            self._send_child({"process": process.number, "ended": True})
+            self._send_to_child({"process": process.number, "ended": True})
 
     def send_window(self, process: Process, begin_ns: int, end_ns: int) -> None:
         """Send all spans that a process recorded in an interval, including the spans that sampling has dropped."""
         if process.number in self._recordings:
-            self._send_child({"window": process.number, "begin_ns": begin_ns, "end_ns": end_ns})
+            self._send_to_child({"window": process.number, "begin_ns": begin_ns, "end_ns": end_ns})
 
     def flush(self, process: Process) -> None:
         """Have the child send the spans that a process has recorded so far."""
         if process.number in self._recordings:
-            self._send_child({"flush": process.number})
+            self._send_to_child({"flush": process.number})
 
-    def end(self, within_s: float) -> None:
+    def end_exports(self, within_s: float) -> None:
         if not self.is_ending:
             self.is_ending = True
-            self._send_child({"end": within_s})
+            self._send_to_child({"end": within_s})
 
     def stop(self) -> None:
         self.is_ending = True
@@ -159,7 +159,7 @@ class Exports:
         if (connection := self.connection) is not None:
             self._kill_child()
             self._loop.handle_packets(connection, is_last=True)
-            self._loop.drop(connection)  # unless the child has closed it: it may hang in a driver
+            self._loop.drop_connection(connection)  # unless the child has closed it: it may hang in a driver
         self._forget_recordings()
         for listener in self._listeners.values():
             if listener is not None:
@@ -173,7 +173,7 @@ class Exports:
         if not isinstance(settings, dict) or not process.lives or process.memory < 0:
             return
         if process.number in self._gauged:
-            self._send_child({"process": process.number, "gauges": settings})
+            self._send_to_child({"process": process.number, "gauges": settings})
         elif why := ELSEWHERE if process.is_elsewhere else self._try_to_begin_child():
             self._send(process, {"gauges": {"yours": why}})
         else:
@@ -186,13 +186,13 @@ class Exports:
             process.facts["gauges"] = message["gauges"]
         if process.number in self._gauged:
             name = "readings" if "readings" in message else "gauges"
-            self._send_child({"process": process.number, name: message[name]})
+            self._send_to_child({"process": process.number, name: message[name]})
         elif message.get("gauges", ()) is None:
             self._send(process, {"gauges": {"ended": True}})
 
     def _start_gauges(self, process: Process) -> None:
         message = {"process": process.number, "pid": process.pid, "gauges": process.facts["gauges"]}
-        self._send_child(message, process.memory)
+        self._send_to_child(message, process.memory)
 
     def _handle_gauges_report(self, number: int, gauges: agent_socket.Message) -> None:
         process = self._gauged.get(number)
@@ -206,7 +206,7 @@ class Exports:
     def _start_export(self, number: int) -> None:
         process, memory, generation = self._recordings[number]
         run, facts = process.run, process.facts
-        self._send_child(
+        self._send_to_child(
             {
                 "export": number,
                 "settings": facts["export"],
@@ -219,7 +219,7 @@ class Exports:
         )
         if not process.lives:
             self._count_unsent_spans(process, memory, generation)
-            self._send_child({"ended": number})
+            self._send_to_child({"ended": number})
 
     def _note_problem(self, problem: str) -> None:
         if problem and not self.problem:
@@ -240,24 +240,24 @@ class Exports:
                 self.connection, self._pid = fork_child(_serve, EXPORTER_NAME)
             except OSError as problem:
                 return f"the agent's exporter could not be made: {problem.strerror}"
-            self._loop.add(self.connection)
-            self._send_child({"folder": str(self._folder)})
+            self._loop.add_connection(self.connection)
+            self._send_to_child({"folder": str(self._folder)})
         for address, listener in self._listeners.items():
             if listener is not None and address not in self._handed_over:
                 self._handed_over.add(address)
-                self._send_child({"listen": address}, listener.fileno())
+                self._send_to_child({"listen": address}, listener.fileno())
         return ""
 
-    def _send_child(self, message: agent_socket.Message, *descriptors: int) -> None:
+    def _send_to_child(self, message: agent_socket.Message, *descriptors: int) -> None:
         """Send the child a message, or queue it if the socket is full. If the queue overflows, the child is killed
         soon."""
         connection = self.connection
         if connection is not None:
             connection.send(message, descriptors)
             if connection.is_broken:
-                self._loop.call_later(0, partial(self._loop.drop, connection))
+                self._loop.call_later(0, partial(self._loop.drop_connection, connection))
             else:
-                self._loop.watch(connection)
+                self._loop.watch_connection(connection)
 
     def _kill_child(self) -> None:
         pid, self._pid = self._pid, 0
@@ -298,10 +298,10 @@ class Exports:
     def _end_export(self, number: int, *, is_reported: bool) -> None:
         process, memory, generation = self._recordings.pop(number)
         self.count_unread_rows(process, memory, generation, is_reported=is_reported)
-        self._send_unexported(process)
+        self._notify_unexported(process)
         os.close(memory)
         if self._unsent.pop(process, 0):
-            self._write_unsent()
+            self._write_unsent_count()
 
     def count_unread_rows(self, process: Process, memory: int, generation: int = 0, *, is_reported: bool) -> None:
         """Count the rows of an ended process that the child has not read. Also count sent and lost spans, unless the
@@ -332,7 +332,7 @@ class Exports:
                 self._start_gauges(process)
         self._changed()
 
-    def _send_unexported(self, process: Process) -> None:
+    def _notify_unexported(self, process: Process) -> None:
         """Notify a process that its recording is not exported. Otherwise it would wait for the export when it exits."""
         if exports_spans(process):
             self._send(process, {"unexported": True})
@@ -347,9 +347,9 @@ class Exports:
         with suppress(OSError):
             progress, unread_rows = _read_checkpoint(memory, generation)
             self._unsent[process] = progress.unsettled_spans + unread_rows
-            self._write_unsent()
+            self._write_unsent_count()
 
-    def _write_unsent(self) -> None:
+    def _write_unsent_count(self) -> None:
         path, spans = self._folder / agent_socket.UNSENT, self.fates["perhaps"] + sum(self._unsent.values())
         with suppress(OSError):
             if not spans:

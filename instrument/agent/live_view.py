@@ -29,7 +29,7 @@ from instrument.report.section import Section, Text
 from instrument.report.table import compute_share, format_rough_percent, number_text, printable
 
 EVEN_RATIO = 0.9
-"""The fraction of the longest recorded time below which a process is shown as younger than others."""
+"""Below this ratio of the shortest to the longest recorded time, the screen says "up to N s"."""
 
 MOST_TABLE_ROWS = 12
 """The maximum number of rows per table of the screen. Further rows are only counted."""
@@ -118,20 +118,22 @@ class Screen:
     ended: int = 0
     is_uneven: bool = False
 
-    def document(self) -> dict[str, Any]:
+    def make_document(self) -> dict[str, Any]:
         return asdict(self)
 
     def lines(self) -> list[str]:
         living = [row for row in self.processes if row.state in ("running", "off")]
         off = sum(row.state == "off" for row in living)
         lines = [
-            f"Run {printable(self.run)}: {count_text(len(living), 'process', 'es')}, "
+            f"Run {printable(self.run)}: {format_count(len(living), 'process', 'es')}, "
             f"{f'{off} switched off, ' if off else ''}"
-            f"{count_text(len(self.in_flight), 'request')} in flight; "
+            f"{format_count(len(self.in_flight), 'request')} in flight; "
             f"rates and shares of {'up to ' * self.is_uneven}{number_text(self.window_ns / 1e9)} s",
         ]
         if self.ended:
-            lines.append(f"{count_text(self.ended, 'process', 'es')} of it ended: see the report at the end of the run")
+            lines.append(
+                f"{format_count(self.ended, 'process', 'es')} of it ended: see the report at the end of the run"
+            )
         if sentence := describe_requests_in_flight([(request.now, request.now_ns) for request in self.in_flight]):
             lines.append(sentence)
         cancelled = "cancelled=Cancelled|" if any(row.cancelled for row in self.endpoints) else ""
@@ -168,7 +170,7 @@ def _table_lines(unit: str, section: Section) -> list[str]:
     return [*lines, *([f"({more} more)"] if more > 0 else []), ""] if section.rows else []
 
 
-def count_text(number: int, noun: str, plural: str = "s") -> str:
+def format_count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural * (number != 1)}"
 
 

@@ -67,12 +67,12 @@ class Connection:
             except (BrokenPipeError, ConnectionResetError):
                 self._is_deaf = True
                 while len(self._waiting) > 1:
-                    self._drop_first()
+                    self._drop_first_packet()
             except OSError:
                 self.is_broken = True
-            self._drop_first()
+            self._drop_first_packet()
 
-    def _drop_first(self) -> None:
+    def _drop_first_packet(self) -> None:
         for descriptor in self._waiting.popleft()[1]:
             os.close(descriptor)
 
@@ -91,7 +91,7 @@ class Connection:
 
     def close(self) -> None:
         while self._waiting:
-            self._drop_first()
+            self._drop_first_packet()
         self.sock.close()
 
 
@@ -167,9 +167,9 @@ class EventLoop:
     def call_later(self, wait_s: float, action: Callable[[], object]) -> None:
         self._timers.append((time.monotonic() + wait_s, action))
 
-    def drop_all(self) -> None:
+    def drop_connections(self) -> None:
         for connection in list(self._connections):
-            self.drop(connection)
+            self.drop_connection(connection)
 
     def close(self) -> None:
         """Stop listening. The caller must close the connections first."""
@@ -199,9 +199,9 @@ class EventLoop:
                 connection.close()
                 continue
             self._silent.add(connection)
-            self.add(connection)
+            self.add_connection(connection)
 
-    def add(self, connection: Connection) -> None:
+    def add_connection(self, connection: Connection) -> None:
         """Serve a connection that the agent itself has made, such as the connection to a child."""
         self._connections.add(connection)
         self.selector.register(connection, selectors.EVENT_READ)
@@ -213,7 +213,7 @@ class EventLoop:
         for connection in list(self._silent):
             if connection in self._silent:
                 self._handle_packet(connection)
-                self.watch(connection)
+                self.watch_connection(connection)
 
     def _handle_events(self, connection: Connection, events: int) -> None:
         if connection not in self._connections:
@@ -222,7 +222,7 @@ class EventLoop:
             connection.flush()
         if events & selectors.EVENT_READ:
             self.handle_packets(connection)
-        self.watch(connection)
+        self.watch_connection(connection)
 
     def handle_packets(self, connection: Connection, *, is_last: bool = False) -> None:
         """Handle the waiting packets of a connection. At most `MOST_PACKETS_PER_TURN` are handled unless `is_last`."""
@@ -236,11 +236,11 @@ class EventLoop:
         except BlockingIOError:
             return False
         except agent_socket.PacketError:
-            self.drop(connection)
+            self.drop_connection(connection)
             return False
         self._silent.discard(connection)
         if message is None:
-            self.drop(connection)
+            self.drop_connection(connection)
             return False
         if "join" not in message:
             self._handle_first_packets()
@@ -257,16 +257,16 @@ class EventLoop:
             if descriptor not in kept_descriptors:
                 os.close(descriptor)
         if connection.is_broken:
-            self.drop(connection)
+            self.drop_connection(connection)
         return not connection.is_broken
 
-    def watch(self, connection: Connection) -> None:
+    def watch_connection(self, connection: Connection) -> None:
         """Watch a connection for packets. While the connection has queued packets, also watch for room in the socket.
         Drop a broken connection."""
         if connection not in self._connections:
             return
         if connection.is_broken:
-            self.drop(connection)
+            self.drop_connection(connection)
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_waiting_packets else 0)
         if self.selector.get_key(connection).events != events:
@@ -275,9 +275,9 @@ class EventLoop:
     def send(self, connection: Connection, message: agent_socket.Message, descriptors: list[int] | None = None) -> None:
         if connection in self._connections:
             connection.send(message, descriptors or [])
-            self.watch(connection)
+            self.watch_connection(connection)
 
-    def drop(self, connection: Connection) -> None:
+    def drop_connection(self, connection: Connection) -> None:
         if connection in self._connections:
             self._connections.discard(connection)
             self._silent.discard(connection)

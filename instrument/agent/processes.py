@@ -292,7 +292,7 @@ def locked_note(folder: Path, process: Process) -> Iterator[None]:
 def add_missed_processes(folder: Path, run_of: Callable[[str], Run]) -> list[Process]:
     """Return the processes that joined an earlier agent and have ended since. Add them to their runs."""
     processes = []
-    for facts, pid, started in _notes(folder):
+    for facts, pid, started in _read_notes(folder):
         with suppress(OSError, TypeError, ValueError, LookupError):
             run, now_ns = run_of(str(facts.get("run", ""))[:64]), time.monotonic_ns()
             process = Process(run=run, pid=pid, started=started, facts=facts, joined_ns=now_ns, is_missed=True)
@@ -313,7 +313,7 @@ def has_unjoined_processes(folder: Path, run: Run) -> bool:
     joined = {(process.pid, process.started) for process in run.processes}
     return any(
         facts.get("run") == run.name and (pid, started) not in joined and _is_running(pid, started)
-        for facts, pid, started in _notes(folder)
+        for facts, pid, started in _read_notes(folder)
     )
 
 
@@ -321,7 +321,7 @@ def count_noted_processes(folder: Path) -> tuple[int, int, list[str]]:
     """Count the living and the ended processes with note files. Also return the folders with recordings of the ended
     processes."""
     living, ended, folders = 0, 0, dict[str, None]()
-    for facts, pid, started in _notes(folder):
+    for facts, pid, started in _read_notes(folder):
         if _is_running(pid, started):
             living += 1
             continue
@@ -333,7 +333,7 @@ def count_noted_processes(folder: Path) -> tuple[int, int, list[str]]:
     return living, ended, list(folders)
 
 
-def _notes(folder: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
+def _read_notes(folder: Path) -> Iterator[tuple[dict[str, Any], int, int]]:
     for path in agent_socket.list_matching_paths(folder, f"*{agent_socket.NOTE_SUFFIX}"):
         with suppress(OSError, TypeError, ValueError, LookupError):
             facts = json.loads(path.read_bytes())

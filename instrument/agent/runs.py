@@ -49,13 +49,13 @@ MOST_SELF_SAVED_ROWS = 10_000
 """The maximum number of spans that an exiting process saves itself. The agent saves a larger recording."""
 
 MOST_ENDED = 16
-"""The number of ended processes per run at which the older half is merged into totals without spans."""
+"""The maximum number of ended processes per run. Beyond it, the older half is merged into totals."""
 
 NONE_JOINED_S = 10.0
 """Seconds after a run's start at which the agent reports that no process has joined."""
 
 ABANDONED_S = 60.0
-"""Seconds after which an agent without a run of its own removes abandoned report files of an earlier agent."""
+"""Seconds after the agent's start at which it removes report files that an earlier agent left."""
 
 
 class Runs:
@@ -86,8 +86,8 @@ class Runs:
         self._runs: dict[str, Run] = {} if own_run is None else {own_run.name: own_run}
         self._members: dict[Connection, Process] = {}
         self._jobs = Jobs(loop.selector)
-        self._saves = Saves(self._jobs, folder, self.note_saved)
-        self.exports = Exports(loop, folder, self._handle_export_end, self.write_to_runs, self._send_message)
+        self._saves = Saves(self._jobs, folder, self.note_saved_recording)
+        self.exports = Exports(loop, folder, self._handle_export_end, self.write_stderr_of_runs, self._send_message)
         self._takes_over = bool(processes.count_noted_processes(folder)[0])
         """True if processes that joined an earlier agent are still alive."""
         self._connections = ConnectionWatch(
@@ -110,7 +110,7 @@ class Runs:
                 own_run.first_fd = exit_fd_of(own_run.first, 0)
             if own_run.first_fd >= 0:
                 loop.selector.register(own_run.first_fd, selectors.EVENT_READ, self._handle_exit_of_first_process)
-            loop.call_later(NONE_JOINED_S, self._report_none_joined)
+            loop.call_later(NONE_JOINED_S, self._report_empty_run)
         loop.call_later(CHECK_INTERVAL_S, self._check_for_missed_ends)
         loop.call_later(0, self._handle_missed_ends)
 
@@ -156,17 +156,17 @@ class Runs:
         if living is not None and living.connection is not None:
             self._loop.handle_packets(living.connection, is_last=True)  # its goodbye, where this is its next session
             living = run.find_living(pid, started)
-        is_back = memory < 0 or (living is not None and _is_same(memory, living.memory))
+        is_back = memory < 0 or (living is not None and _is_same_file(memory, living.memory))
         if living is not None and is_back and not living.has_become_another_program():
             living.facts, living.connection, self._members[connection] = facts, connection, living
-            self._export(living)
+            self._export_recording(living)
             if facts.get("records") and not living.has_recorded:
-                self.note_recording(living)
+                self.note_recording_start(living)
             else:
                 self._read_gauges(living)
             return []  # it has lost its connection, and comes back with the same recording
         if living is not None:
-            self._note_replaced(living)
+            self._end_replaced_process(living)
         process = Process(
             run=run, pid=pid, started=started, facts=facts, joined_ns=time.monotonic_ns(), memory=memory,
             exit_fd=exit_fd_of(connection.pid, started), connection=connection, is_elsewhere=not connection.pid,
@@ -176,8 +176,8 @@ class Runs:
         process.has_recorded = bool(facts.get("records"))
         if process.has_recorded:
             processes.write_note(self._folder, process)
-        process.memory_events = causes_of_end.memory_events(connection.pid)
-        process.oom_kills = causes_of_end.oom_kills(process.memory_events)
+        process.memory_events = causes_of_end.find_memory_events(connection.pid)
+        process.oom_kills = causes_of_end.read_oom_kills(process.memory_events)
         run.processes.append(process)
         if facts.get("is_first") and not run.first:
             run.first = pid
@@ -186,7 +186,7 @@ class Runs:
             run.stderr = str(facts.get("stderr", ""))
         if process.exit_fd >= 0:
             self._loop.selector.register(process.exit_fd, selectors.EVENT_READ, lambda _: self._handle_exit(process))
-        self._export(process)
+        self._export_recording(process)
         self._read_gauges(process)
         self._connections.watch_process(process)
         return [memory] if memory >= 0 else []
@@ -200,7 +200,7 @@ class Runs:
     def _get_or_add_run(self, name: str) -> Run:
         return self._own if self._own is not None else self._runs.setdefault(name, Run(name))
 
-    def note_recording(self, process: Process) -> None:
+    def note_recording_start(self, process: Process) -> None:
         process.has_recorded = True
         process.run.is_reported = False
         processes.write_note(self._folder, process)
@@ -232,7 +232,7 @@ class Runs:
             # Many spans are read from its memory, which takes a tenth of its time and nothing of the process.
             rows = 0 if facts.get("is_timed") else process.read_recording_head(RecordingHead.count_rows, 0)
             if is_part and rows > MOST_SELF_SAVED_ROWS:
-                self._save(process)
+                self._save_recording(process)
             elif is_part:
                 process.saves_itself = True
                 process.saved = answer["save"] = end_reports.path_for_report(self._folder, process)
@@ -245,7 +245,7 @@ class Runs:
                 answer["unseen"] = self.unseen.describe_unseen(for_report=True)
             run.is_reported = run.is_reported or is_last
             self._loop.send(connection, {"goodbye": answer})
-        self._note_ended(process, GOODBYE)
+        self._note_process_end(process, GOODBYE)
         self._report_unrecorded(process, str(unmet or ""))
         if not process.is_saving:
             process.release()
@@ -256,10 +256,10 @@ class Runs:
         if connection is None or any(process.is_saving for process in run.processes) or not self._jobs.is_idle:
             return
         run.waiting = None
-        report = end_reports.report_job(run, end_reports.list_processes_of_earlier_agent(self._folder, run))
+        report = end_reports.make_report_job(run, end_reports.list_processes_of_earlier_agent(self._folder, run))
         self._jobs.start(report, partial(self._print_report, run, connection=connection))
 
-    def note_saved(self, process: Process) -> None:
+    def note_saved_recording(self, process: Process) -> None:
         process.is_saving = False
         for path in process.files:
             self._make_room(process, Path(path))
@@ -276,7 +276,7 @@ class Runs:
         if process.lives:
             self._note_vanished(process)
         elif not process.ended_ns:  # a fault came between its goodbye and this
-            self._note_ended(process, GOODBYE)
+            self._note_process_end(process, GOODBYE)
 
     def handle_disconnect(self, connection: Connection) -> None:
         if connection is self.exports.connection:
@@ -295,13 +295,13 @@ class Runs:
         if not process.lives:
             if process.is_saving and process.saves_itself:  # it has gone over it, or before it said that it is done
                 end_reports.remove_listed_report_files(self._folder, [process.saved])
-                self._save(process)
+                self._save_recording(process)
             return
         has_exited = process.has_exited()
         if has_exited is None or has_exited:
             self._note_vanished(process)
         elif process.has_become_another_program():
-            self._note_replaced(process)
+            self._end_replaced_process(process)
 
     # ---------------------------------------------------------------- who vanishes
 
@@ -309,10 +309,10 @@ class Runs:
         process.is_saving = process.update_has_recorded()
         if process.has_recorded:  # it may not have said so yet
             processes.write_note(self._folder, process)
-        self._note_ended(process, VANISHED)
+        self._note_process_end(process, VANISHED)
         if process.has_recorded:
             wait_s = 0 if process.status == 0 else EXIT_STATUS_WAIT_S
-            self._loop.call_later(wait_s, lambda: self._capture(process))
+            self._loop.call_later(wait_s, lambda: self._save_capture(process))
         self._report_unrecorded(process, "")
 
     def _report_unrecorded(self, process: Process, reason: str) -> None:
@@ -326,16 +326,16 @@ class Runs:
         if reason:
             self._say(process.run, f"instrument: process {process.pid}: {reason}", process)
 
-    def _note_replaced(self, process: Process) -> None:
+    def _end_replaced_process(self, process: Process) -> None:
         process.is_saving = process.update_has_recorded()
-        self._note_ended(process, REPLACED)
+        self._note_process_end(process, REPLACED)
         if process.has_recorded:
-            self._save(process)
+            self._save_recording(process)
 
-    def _save(self, process: Process) -> None:
+    def _save_recording(self, process: Process) -> None:
         process.saves_itself = False
         process.saved = end_reports.path_for_report(self._folder, process)
-        self._saves.add(process)
+        self._saves.queue_recording(process)
 
     def _make_room(self, process: Process, saved: Path) -> None:
         service, disk_bytes = (
@@ -347,11 +347,11 @@ class Runs:
         )
         end_reports.remove_oldest_files(saved, service, report_files, disk_bytes)
 
-    def _note_ended(self, process: Process, end_kind: str) -> None:
+    def _note_process_end(self, process: Process, end_kind: str) -> None:
         process.ended_ns, process.end_kind = time.monotonic_ns(), end_kind
         if end_kind != VANISHED or not process.has_recorded:
             processes.remove_note(self._folder, process)
-        self.exports.note_ended(process)
+        self.exports.note_process_end(process)
         if process.exit_fd >= 0:
             self._loop.selector.unregister(process.exit_fd)
             if end_kind == VANISHED and process.status is None:
@@ -367,25 +367,25 @@ class Runs:
                 if process.pid == pid and process.status is None:
                     process.status = status
 
-    def _capture(self, process: Process) -> None:
+    def _save_capture(self, process: Process) -> None:
         """Save a capture of a vanished process, and print a message. After exit code 0, save only the recording for the
         run's report."""
         run = process.run
         if process.status == 0 and not process.read_recording_head(RecordingHead.has_open_span, default=True):
             process.end_kind = EXITED
-            self._save(process)
+            self._save_recording(process)
             return
         run.captures += 1
         if process.memory < 0 and not process.is_missed:
-            self._note_capture(process, {"error": end_reports.why_unread(process)})
+            self._note_capture(process, {"error": end_reports.explain_read_failure(process)})
             return
         if run.captures > MOST_CAPTURES and process.memory >= 0:
             error = {"error": f"{MOST_CAPTURES} others are; what it recorded is in the report of the run"}
             self._say(run, end_reports.format_vanished_message(process, error), process)
-            self._save(process)
+            self._save_recording(process)
             return
         path = end_reports.path_of_capture(process, self._captures)
-        self._jobs.start(end_reports.save_job(process, path, self._folder), partial(self._note_capture, process))
+        self._jobs.start(end_reports.make_save_job(process, path, self._folder), partial(self._note_capture, process))
 
     def _note_capture(self, process: Process, answer: Any) -> None:
         process.saved = str(answer.get("path", ""))
@@ -393,11 +393,11 @@ class Runs:
             process.link = end_reports.link_to_capture(self._folder, process)
             self._make_room(process, Path(process.saved))
         self._say(process.run, end_reports.format_vanished_message(process, answer), process)
-        self.note_saved(process)
+        self.note_saved_recording(process)
 
     # ---------------------------------------------------------------- the end of a run
 
-    def write_to_runs(self, text: str) -> None:
+    def write_stderr_of_runs(self, text: str) -> None:
         for run in self:
             self._say(run, text)
 
@@ -447,7 +447,7 @@ class Runs:
             return  # what is being saved of it calls again
         if not run.is_reported and any(process.facts.get("report") for process in run.processes_with_spans()):
             run.is_reported = True
-            report = end_reports.report_job(run, end_reports.list_processes_of_earlier_agent(self._folder, run))
+            report = end_reports.make_report_job(run, end_reports.list_processes_of_earlier_agent(self._folder, run))
             self._jobs.start(report, partial(self._print_report, run))
             return
         if run is self._own:
@@ -467,10 +467,10 @@ class Runs:
         if self._another_fd < 0:
             self._another_fd = find_exit_fd_by_variable(agent_socket.VARIABLE, str(self._folder / agent_socket.SOCKET))
             if self._another_fd >= 0:
-                self._loop.selector.register(self._another_fd, selectors.EVENT_READ, self._another_exited)
+                self._loop.selector.register(self._another_fd, selectors.EVENT_READ, self._handle_other_exit)
         return self._another_fd >= 0
 
-    def _another_exited(self, descriptor: int) -> None:
+    def _handle_other_exit(self, descriptor: int) -> None:
         self._loop.selector.unregister(descriptor)
         os.close(descriptor)
         self._another_fd = -1
@@ -502,12 +502,12 @@ class Runs:
             text += f"{end_reports.export_loss_line(self.exports.lost_by_reason)}\n"
         return {**answer, "report": text}
 
-    def _report_none_joined(self) -> None:
+    def _report_empty_run(self) -> None:
         run = self._own
         if run is None or run.living_processes() or run.processes_with_spans() or run.first_process_has_left():
             return
         if run.first_process_lives():
-            self._say(run, end_reports.none_joined_text(run.first, NONE_JOINED_S))
+            self._say(run, end_reports.describe_empty_run(run.first, NONE_JOINED_S))
 
     def _check_for_missed_ends(self) -> None:
         """Search for processes and runs that ended without an event. Retry failed exports."""
@@ -515,19 +515,19 @@ class Runs:
         self._handle_missed_ends()
         for run in self:
             for process in run.living_processes():
-                self._export(process)  # which may have failed before
+                self._export_recording(process)  # which may have failed before
             for process in [member for member in run.living_processes() if member.connection is None]:
                 if process.exit_fd < 0 and process.has_exited() is not False:
                     self._note_vanished(process)
                 elif process.has_become_another_program():  # long after it had closed all that it found open
-                    self._note_replaced(process)
+                    self._end_replaced_process(process)
             self._report_if_due(run)
             self._end_if_over(run)
 
     # ---------------------------------------------------------------- what is exported of them
 
-    def _export(self, process: Process) -> None:
-        self._loop.attempt(partial(self.exports.add, process))
+    def _export_recording(self, process: Process) -> None:
+        self._loop.attempt(partial(self.exports.export_if_wanted, process))
 
     def _handle_export_end(self) -> None:
         self._changed()
@@ -539,7 +539,7 @@ class Runs:
             self._loop.send(process.connection, message)
 
 
-def _is_same(descriptor: int, other_descriptor: int) -> bool:
+def _is_same_file(descriptor: int, other_descriptor: int) -> bool:
     with suppress(OSError):
         return other_descriptor >= 0 and os.path.sameopenfile(descriptor, other_descriptor)
     return False

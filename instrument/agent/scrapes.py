@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from instrument.otlp import exposition
-from instrument.otlp.exposition import MetricAndOrigin, make_registry, metrics_of_run, require_client
+from instrument.otlp.exposition import MetricAndOrigin, make_registry, metrics_of_run, require_prometheus
 from instrument.otlp.metrics_queue import Metered
 from instrument.recording.distributions import Distribution, Labels, Metric, sum_metrics
 from instrument.recording.metrics import COUNTER, HISTOGRAM
@@ -25,12 +25,10 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Empty, SimpleQueue
 
 SCRAPE_TIMEOUT_S = 10.0
-"""The maximum seconds until a scrape's request has arrived, and then until the answer is ready."""
+"""Seconds to wait for the request of a scrape, and again for the metrics."""
 
 MOST_SEPARATE, MOST_SUMS = 16, 64
-"""The maximum number of ended processes with totals of their own. Older processes are added to sums by scope and
-service, of which the second number is the maximum. Totals of its own are replaced if an exporter reads the recording of
-the process again."""
+"""The maximum number of ended processes with separate totals, and of sums over older processes."""
 
 ENDED_METRICS_FILE = "metrics.ended"
 
@@ -38,7 +36,7 @@ Scope = tuple[str, str]
 """The processes that a scrape covers: ("run", name of the run) or ("listen", host and port)."""
 
 _Part = tuple[str, list[Scope], str, list[tuple[str, str, str, str, list[tuple[Labels, float | Distribution]]]]]
-"""The stored totals of an ended process, or a sum without a key: key, scopes, service and metrics."""
+"""A stored entry: key, scopes, service and metrics. The key is empty for a sum over processes."""
 
 
 class EndedMetrics:
@@ -57,7 +55,7 @@ class EndedMetrics:
                     else:
                         self._together[scopes[0], service] = metrics
 
-    def add(self, key: str, scopes: Sequence[Scope], metered: Metered) -> None:
+    def add_metrics(self, key: str, scopes: Sequence[Scope], metered: Metered) -> None:
         if metered.snapshot is None or not scopes:
             return
         metrics = [metric for metric in metered.snapshot.metrics if metric.kind in (COUNTER, HISTOGRAM)]
@@ -68,7 +66,7 @@ class EndedMetrics:
                 self._together[scope, service] = sum_metrics([*self._together.pop((scope, service), ()), *metrics])
         while len(self._together) > MOST_SUMS:
             del self._together[next(iter(self._together))]
-        self._write()
+        self._write_file()
 
     def sum_by_service(self, scope: Scope, living: Iterable[str]) -> dict[str, list[Metric]]:
         lives, metrics_by_service = set(living), dict[str, list[Metric]]()
@@ -79,7 +77,7 @@ class EndedMetrics:
                 metrics_by_service.setdefault(service, []).extend(metrics)
         return {service: sum_metrics(metrics) for service, metrics in metrics_by_service.items()}
 
-    def _write(self) -> None:
+    def _write_file(self) -> None:
         if self._path is None:
             return
         parts = [(key, *part) for key, part in self._apart.items()]
@@ -99,7 +97,7 @@ class Scrapes:
     """
 
     def __init__(self, wake: Callable[[], object]) -> None:
-        require_client()
+        require_prometheus()
         self._wake = wake
         self._asked: SimpleQueue[tuple[Scope, SimpleQueue[list[MetricAndOrigin]]]] = SimpleQueue()
 
@@ -111,7 +109,7 @@ class Scrapes:
                 scope, reply = self._asked.get_nowait()
                 reply.put(list(metrics_of_run(*look(scope))))
 
-    def _metrics(self, scope: Scope) -> list[MetricAndOrigin]:
+    def _await_metrics(self, scope: Scope) -> list[MetricAndOrigin]:
         reply: SimpleQueue[list[MetricAndOrigin]] = SimpleQueue()
         self._asked.put((scope, reply))
         self._wake()
@@ -123,7 +121,7 @@ class Scrapes:
         server.socket = socket.socket(fileno=descriptor)
         Thread(server.serve_forever, "instrument-scrapes").start()
 
-    def answer_on(self, descriptor: int, run: str) -> None:
+    def answer_scrape(self, descriptor: int, run: str) -> None:
         self._make_server(("run", run)).process_request(socket.socket(fileno=descriptor), ("", 0))
 
     def _make_server(self, scope: Scope) -> Any:
@@ -147,7 +145,7 @@ class Scrapes:
         server = Server(("", 0), Handler, bind_and_activate=False)
         server.socket.close()
         server.setup_environ()
-        answer_in_text: Any = make_wsgi_app(make_registry(lambda: self._metrics(scope)))
+        answer_in_text: Any = make_wsgi_app(make_registry(lambda: self._await_metrics(scope)))
 
         def answer(environ: dict[str, Any], start_response: Callable[..., object]) -> Any:
             accept = environ.get("HTTP_ACCEPT", "")
@@ -156,7 +154,7 @@ class Scrapes:
                 accept = accept.replace("version=2.0.0", "version=1.0.0")
                 return answer_in_text({**environ, "HTTP_ACCEPT": accept}, start_response)
             headers = [("Content-Type", exposition.CONTENT_TYPE)]
-            body = exposition.pack_families(self._metrics(scope))
+            body = exposition.pack_families(self._await_metrics(scope))
             if "gzip" in environ.get("HTTP_ACCEPT_ENCODING", ""):
                 headers.append(("Content-Encoding", "gzip"))
                 body = gzip.compress(body, 6)

@@ -60,9 +60,9 @@ class Unseen:
     def _search_repeatedly(self) -> None:
         if not self._is_reported:
             self._loop.call_later(LOOK_S, self._search_repeatedly)
-            self._search_all()
+            self._search_processes()
 
-    def _search_all(self) -> None:
+    def _search_processes(self) -> None:
         """Note the reason why each new process, or process with a changed command, has no session."""
         with suppress(OSError):
             living = {int(name) for name in os.listdir(PROC) if name.isdecimal()}  # noqa: PTH208 - only the names
@@ -113,7 +113,7 @@ class Unseen:
         if self._is_reported:
             return ""
         self._is_reported = for_report
-        self._search_all()
+        self._search_processes()
         counts = self._gone + Counter(why for _, why in self._family.values())
         with suppress(OSError, UnicodeDecodeError):
             noted = dict(line.split(" ", 1) for line in self._notes.read_text("utf-8").splitlines() if " " in line)
@@ -169,13 +169,13 @@ class ConnectionWatch:
         folder = PROC / str(process.pid)
         process.shares_network = process.shares_network or environment.is_in_same_network(folder)
         table = environment.read_tcp_rows(PROC / "self") if process.shares_network else None
-        connections = environment.connections_of(folder, process.listened, table, process.started)
+        connections = environment.list_connections(folder, process.listened, table, process.started)
         process.listened |= connections.listens
         process.ports |= connections.open
-        if not connections.closed <= process.ports and self._owns_sockets(process, connections):
+        if not connections.closed <= process.ports and self._owns_sockets_alone(process, connections):
             process.ports |= connections.closed
 
-    def _owns_sockets(self, process: Process, connections: environment.Connections) -> bool:
+    def _owns_sockets_alone(self, process: Process, connections: environment.Connections) -> bool:
         """Return True if no other process of the run listens at the same sockets. Workers of a server share sockets."""
         other_processes = (other_process for other_process in self._living() if other_process.pid != process.pid)
         return not any(

@@ -31,7 +31,7 @@ MOST_TRIES = 4
 """The maximum number of attempts to decode the values read so far. Each attempt ends at an earlier bracket."""
 
 FIRST_BYTES, CUT_BYTES = 1 << 10, 16
-"""The number of bytes to decode first, and the number of bytes at the end where a token may be incomplete."""
+"""The number of bytes to decode first. In the last `CUT_BYTES` bytes, a token may be incomplete."""
 
 DELIMITERS = frozenset(",:]} \t\n\r")
 
@@ -49,7 +49,7 @@ class LeftOut:
     def __init__(self) -> None:
         self._found: dict[str, list[Any]] = {}
 
-    def add(self, reason: str, place: str, count: int = 1) -> None:
+    def count_omission(self, reason: str, place: str, count: int = 1) -> None:
         """Count an omission. Only the first place in the file is stored for each reason."""
         self._found.setdefault(reason, [0, place])[0] += count
 
@@ -95,7 +95,7 @@ class JsonText:
             if not self._read_block():
                 return ""
 
-    def begins_with_mark(self) -> bool:
+    def begins_with_bom(self) -> bool:
         self.peek_character()
         return self._text.startswith(codecs.BOM_UTF8, self._at)
 
@@ -136,7 +136,7 @@ class JsonText:
         if len(self._text) - self._at < BLOCK_BYTES:
             self._read_block()
         while True:
-            for end in islice(self._find_likely_ends(closing), MOST_TRIES):
+            for end in islice(self._find_value_ends(closing), MOST_TRIES):
                 text = self._text[self._at : end]
                 try:
                     values = decode(b"[%b]" % text)
@@ -150,7 +150,7 @@ class JsonText:
                 self._at += len(text)
                 return None, text
 
-    def _find_likely_ends(self, closing: bytes) -> Iterator[int]:
+    def _find_value_ends(self, closing: bytes) -> Iterator[int]:
         """Yield positions at which a value probably ends, the last position first."""
         end = len(self._text)
         while (end := self._text.rfind(closing, self._at, end)) >= 0:
@@ -181,7 +181,7 @@ class JsonText:
                 (cut + block).decode()
             except UnicodeDecodeError as error:
                 place = f"byte {self._seen_bytes - len(cut) - len(block) + error.start}"
-                self.left_out.add("characters that are no UTF-8", place, replaced)
+                self.left_out.count_omission("characters that are no UTF-8", place, replaced)
         return encoded
 
     def _make_syntax_error(self, why: str, at: int) -> ValueError:
@@ -330,7 +330,7 @@ def convert_times_to_ns(times_us: Sequence[Any], limit_ns: int) -> NDArray[np.in
 # Damaged events
 
 FARTHEST_US = 1 << 52
-"""The limit of event times in microseconds. Times from this limit on are invalid."""
+"""The limit of event times in microseconds. Times at or above it are invalid."""
 
 LONGEST_TIME = 64
 """The maximum number of characters of a time that is written as text."""
@@ -387,9 +387,9 @@ def _decode_damaged_events(text: bytes, first: int, left_out: LeftOut) -> list[T
             continue
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             pass
-        events.append((_repaired_event(chunk, number, left_out) if is_whole else None) or TraceEvent())
+        events.append((_repair_event(chunk, number, left_out) if is_whole else None) or TraceEvent())
         if not is_whole:
-            left_out.add("events that are cut off", f"event {number}")
+            left_out.count_omission("events that are cut off", f"event {number}")
     return events
 
 
@@ -406,20 +406,20 @@ def _split_events(text: bytes) -> Iterator[tuple[bytes, bool]]:
         yield tail, False
 
 
-def _repaired_event(chunk: bytes, number: int, left_out: LeftOut) -> TraceEvent | None:
+def _repair_event(chunk: bytes, number: int, left_out: LeftOut) -> TraceEvent | None:
     place = f"event {number}"
     # Invalid escapes become backslashes, and lone surrogates become replacement characters.
     text = _ESCAPE.sub(lambda match: match[1] or (rb"\\" if match[2] else rb"\ufffd"), chunk)
     try:
         value = _decode_any(text.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
-        left_out.add("events that are no JSON", place)
+        left_out.count_omission("events that are no JSON", place)
         return None
     if not isinstance(value, dict):
-        left_out.add("events that are no object", place)
+        left_out.count_omission("events that are no object", place)
         return None
     if not isinstance(value.get("ph", ""), str):
-        left_out.add("events without a phase", place)
+        left_out.count_omission("events without a phase", place)
         return None
     fields = {key: value[key] for key in ("ph", "ts", "dur") if key in value}
     fields |= {key: _parse_slice_id(value[key]) for key in ("id", "id2") if key in value}
@@ -484,7 +484,7 @@ def make_block(slices: Sequence[Any], limit_ns: int) -> Block:
     return Block(slices, read_phases(slices), start_ns, length_ns, has_parts)
 
 
-def read_block_if_valid(
+def make_valid_block(
     events: EventBatch, slices: Sequence[Any], phases: NDArray[np.uint8], are_slices: NDArray[np.bool_]
 ) -> Block | None:
     """Return a block of slices, or None if the fast test is not sure that all slices are valid."""
@@ -533,10 +533,10 @@ def has_valid_times(event: Any, left_out: LeftOut, number: int) -> bool:
         fault = "slices that end later than any clock reads"
     elif type(event) is not OwnEvent and bytes(event.args)[:1] != b"{":
         if bytes(event.args) != b"null":
-            left_out.add("arguments of events that are no object", f"event {number}")
+            left_out.count_omission("arguments of events that are no object", f"event {number}")
         event.args = NO_ARGUMENTS
     if fault:
-        left_out.add(fault, f"event {number}")
+        left_out.count_omission(fault, f"event {number}")
     return not fault
 
 

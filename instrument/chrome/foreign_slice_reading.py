@@ -25,7 +25,7 @@ from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, In
 from instrument.trace.indices import (
     NONE,
     append_numbers,
-    nearest_at_or_above,
+    find_nearest_row,
     number_by_first_occurrence,
     topmost_rows,
     view_as_int64s,
@@ -90,7 +90,7 @@ def _read_shape(sizes: object) -> Shape:
     return sizes
 
 
-def _count_product(first: Shape, second: Shape) -> int:
+def _count_product_flops(first: Shape, second: Shape) -> int:
     *batch, rows, inner = first
     *other_batch, inner_too, columns = second if len(second) > 1 else (*second, 1)
     if inner != inner_too or batch != other_batch:
@@ -99,10 +99,10 @@ def _count_product(first: Shape, second: Shape) -> int:
 
 
 def _make_product_formula(first: int) -> _Formula:
-    return lambda shapes, _: _count_product(shapes[first], shapes[first + 1])
+    return lambda shapes, _: _count_product_flops(shapes[first], shapes[first + 1])
 
 
-def _count_convolution(shapes: Sequence[Shape], values: Sequence[str]) -> int:
+def _count_forward_flops(shapes: Sequence[Shape], values: Sequence[str]) -> int:
     source, weight = shapes[:2]
     size = source[2:]
     stride, padding, dilation = (_read_numbers(value, len(size)) for value in values[3:6])
@@ -111,20 +111,20 @@ def _count_convolution(shapes: Sequence[Shape], values: Sequence[str]) -> int:
             (length + 2 * more - gap * (width - 1) - 1) // step + 1
             for length, width, step, more, gap in zip(size, weight[2:], stride, padding, dilation, strict=True)
         ]
-    return _count_convolved(source, weight, size)
+    return _count_kernel_flops(source, weight, size)
 
 
-def _count_convolution_backward(shapes: Sequence[Shape], values: Sequence[str]) -> int:
+def _count_backward_flops(shapes: Sequence[Shape], values: Sequence[str]) -> int:
     gradient, source, weight = shapes[:3]
     gradients = _TRUTHS.fullmatch(values[10])
     if gradients is None:
         raise ValueError("the wanted gradients are unknown")
     # The gradients of the input and of the weight each take as many operations as the forward pass.
     size = source[2:] if values[7] == "True" else gradient[2:]
-    return gradients[1].split(", ")[:2].count("True") * _count_convolved(source, weight, size)
+    return gradients[1].split(", ")[:2].count("True") * _count_kernel_flops(source, weight, size)
 
 
-def _count_convolved(source: Shape, weight: Shape, size: Shape) -> int:
+def _count_kernel_flops(source: Shape, weight: Shape, size: Shape) -> int:
     """Return the operations of a convolution. `size` is the number of positions of the kernel in each dimension."""
     if len(source) != len(weight) or len(source) < 3 or min(size) < 0:
         raise ValueError("the shapes do not fit")
@@ -140,7 +140,7 @@ def _read_numbers(value: str, dimensions: int) -> list[int]:
 
 
 def _make_attention_formula(backward: bool) -> _Formula:
-    def formula(shapes: Sequence[Shape], _: Sequence[str]) -> int:
+    def count_attention_flops(shapes: Sequence[Shape], _: Sequence[str]) -> int:
         query, key, value = shapes[backward : 3 + backward]
         batch, heads, queries, inner = query
         if not len(key) == len(value) == 4 or key[3] != inner or key[2] != value[2] or key[0] != batch:
@@ -149,7 +149,7 @@ def _make_attention_formula(backward: bool) -> _Formula:
         widths = 3 * inner + 2 * value[3] if backward else inner + value[3]
         return 2 * batch * heads * queries * key[2] * widths
 
-    return formula
+    return count_attention_flops
 
 
 _ADDED_PRODUCTS = [name + end for name in ("addmm", "baddbmm", "addbmm", "addmv") for end in ("", "_")]
@@ -160,13 +160,13 @@ _FORMULAS: Mapping[str, _Formula] = {
         ("aten::mm", "aten::bmm", "aten::mv", "aten::_scaled_mm", "aten::_int_mm"), _make_product_formula(0)
     ),
     **dict.fromkeys([f"aten::{name}" for name in _ADDED_PRODUCTS], _make_product_formula(1)),
-    "aten::dot": lambda shapes, _: _count_product((1, *shapes[0]), shapes[1]),
-    "aten::convolution": _count_convolution,
-    "aten::convolution_backward": _count_convolution_backward,
+    "aten::dot": lambda shapes, _: _count_product_flops((1, *shapes[0]), shapes[1]),
+    "aten::convolution": _count_forward_flops,
+    "aten::convolution_backward": _count_backward_flops,
     **{f"aten::_scaled_dot_product_{name}": _make_attention_formula(backward=False) for name in _ATTENTION},
     **{f"aten::_scaled_dot_product_{name}_backward": _make_attention_formula(backward=True) for name in _ATTENTION},
 }
-"""The formula of each torch operator that computes a call's operations from its arguments."""
+"""The formula of each torch operator that computes its floating-point operations."""
 
 
 OPERATOR = "cpu_op"
@@ -180,8 +180,7 @@ LAUNCHES = re.compile(r"\w+_(?:runtime|driver)|CudaRuntime")
 HOST_MEMORY = 0
 
 STEPS = re.compile(r"(ProfilerStep|ProfileStep)#([0-9]{1,18})(?:\[[0-9.]+ \w+\])?")
-"""The name of a step's slice in torch.profiler and paddle.profiler. It includes the step's number, in Paddle also the
-duration."""
+"""A pattern of the names of step slices, with the number of the step."""
 
 ON_DEVICE = "gpu_user_annotation"
 """The category of slices in which torch.profiler repeats the host's annotations on the device's lanes."""
@@ -192,8 +191,8 @@ NAMELESS = "(no name)"
 _LONGEST_EPOCH = 20
 
 ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
-"""Times from `ABSOLUTE_US` microseconds on count as times since 1970, which make slices at time 0 invalid. Up to
-`MOST_AT_ZERO` slices wait for this decision."""
+"""Times from `ABSOLUTE_US` microseconds on count from 1970. Up to `MOST_AT_ZERO` slices at time 0 wait for such a
+time."""
 
 
 class _Facts(NamedTuple):
@@ -226,7 +225,7 @@ class NumberByKey(dict[Any, int]):
         self[key] = number = len(self)
         return number
 
-    def read(self, keys: Sequence[Any]) -> Int64s:
+    def look_up_numbers(self, keys: Sequence[Any]) -> Int64s:
         return np.fromiter(map(self.__getitem__, keys), np.int64, len(keys))
 
 
@@ -255,7 +254,7 @@ class NumberedLanes:
     def number_lines_of_keys(self, keys: Sequence[Any]) -> Int64s:
         """Return the number of each key's line. A key is a lane (a pair) or the key of an async slice."""
         if self._are_ours:
-            return self.lines.read(keys)
+            return self.lines.look_up_numbers(keys)
         return np.array(look_up_or_make(self.lines, keys, self._number_line), dtype=np.int64)
 
     def _number_line(self, key: Any) -> int:
@@ -266,11 +265,11 @@ class NumberedLanes:
         row = _parse_process_and_thread_id(key)
         self.rows.append(row)
         self.line.append(self._number_line(key))
-        self.thread_id.append(self._assign_thread(row))
+        self.thread_id.append(self._assign_thread_id(row))
         self.are_paddles.append(isinstance(row[1], int) and isinstance(key[1], str))
         return len(self.rows) - 1
 
-    def _assign_thread(self, row: tuple[Any, Any]) -> int:
+    def _assign_thread_id(self, row: tuple[Any, Any]) -> int:
         if self._are_ours:
             return int(check_type(row[1], int))
         if row not in self.thread_ids:
@@ -336,7 +335,7 @@ class ForeignSlices:
         self._device_lanes: set[int] = set()
         self._allocations = array("q")
 
-    def add_fact(self, key: str, value: Any) -> None:
+    def read_metadata(self, key: str, value: Any) -> None:
         if key == "host_name" and isinstance(value, str):
             self._host = value
         elif key == "baseTimeNanoseconds":
@@ -344,7 +343,7 @@ class ForeignSlices:
             if text.isdecimal() and int(text) < LIMIT_US * 1000:
                 self._epoch_ns = int(text)
             else:
-                self._left_out.add("times of day that are no number", "the key 'baseTimeNanoseconds'")
+                self._left_out.count_omission("times of day that are no number", "the key 'baseTimeNanoseconds'")
 
     def read_other_events(self, events: Sequence[TraceEvent], first: int) -> None:
         if {"M", "i"}.isdisjoint([event.ph for event in events]):
@@ -368,7 +367,7 @@ class ForeignSlices:
             slices = [event for event in slices if event.ts]
         if self._latest_ns >= ABSOLUTE_US * 1000:
             for number, _ in self._at_zero:
-                self._left_out.add("slices at time 0 among absolute times", f"event {number}")
+                self._left_out.count_omission("slices at time 0 among absolute times", f"event {number}")
             self._at_zero = []
         elif len(self._at_zero) > MOST_AT_ZERO:
             slices, self._at_zero = [*self.slices_waiting_at_zero(), *slices], None
@@ -381,12 +380,12 @@ class ForeignSlices:
         (args,) = _decode_arguments([event.args])
         name = args.get("name") if isinstance(args, dict) else None
         if not isinstance(name, str):
-            self._left_out.add("names of threads and processes that are no text", f"event {number}")
+            self._left_out.count_omission("names of threads and processes that are no text", f"event {number}")
             return
         thread = paddle_traces.parse_thread_id(parse_lane_id(event.tid)) if event.name == "thread_name" else None
-        self._names[parse_lane_id(event.pid), thread] = paddle_traces.strip_language(name)
+        self._names[parse_lane_id(event.pid), thread] = paddle_traces.strip_thread_language(name)
 
-    def add_rows(self, block: Block, lanes: Int64s, start_ns: Int64s, end_ns: Int64s) -> None:
+    def add_slices(self, block: Block, lanes: Int64s, start_ns: Int64s, end_ns: Int64s) -> None:
         """Add complete slices and begin events. Paddle's slices have exact times in their arguments, which replace
         `start_ns` and `end_ns`."""
         slices, first = block.slices, len(self._kind)
@@ -415,7 +414,7 @@ class ForeignSlices:
             start_ns[row], end_ns[row] = times
         work = np.flatnonzero(np.frombuffer(self._have_work, bool)[kinds] & (block.phases == ord("X")))
         if len(work):
-            args = _decode_work([texts[row] for row in work.tolist()])
+            args = _decode_work_arguments([texts[row] for row in work.tolist()])
             self._add_device_work(
                 first + work,
                 view_as_int64s(self._work_of)[kinds[work]],
@@ -430,7 +429,7 @@ class ForeignSlices:
     ) -> tuple[int, int]:
         attributes = {key: value for key, value in args.items() if type(value) in _VALUES}
         if is_paddles:
-            exact = self._clock_of_paddle.take_times(start_ns, attributes)
+            exact = self._clock_of_paddle.pop_times(start_ns, attributes)
             start_ns, end_ns = (start_ns, end_ns) if exact is None or phase != "X" else exact
         if facts.step is not None:
             attributes["step"] = facts.step
@@ -449,7 +448,7 @@ class ForeignSlices:
         kind, text = convert_to_text(category) or "", NAMELESS if label is None else f"{convert_to_text(label)}"
         step = None if kind == ON_DEVICE else STEPS.fullmatch(text)
         name, attributes, work = text, paddle_traces.Attributes(), WORK_OF_CATEGORY.get(kind)
-        paddles = None if step is not None else paddle_traces.find_meaning(kind, text)
+        paddles = None if step is not None else paddle_traces.interpret_event(kind, text)
         span_kind = "step" if step is not None else KIND_OF_CATEGORY.get(kind, "user")
         if step is not None:
             name = step[1]
@@ -481,7 +480,7 @@ class ForeignSlices:
         self._launches.update(zip(correlation[launches].tolist(), rows[launches].tolist(), strict=True))
         self._device_lanes.update(lanes[work != NONE].tolist())
         of_lanes = np.array(
-            [[number if _is_number(number) else _NO_NUMBER for number in row] for row in self.lanes.rows],
+            [[number if _is_int64(number) else _NO_NUMBER for number in row] for row in self.lanes.rows],
             dtype=np.int64,
         )
         pids, tids = of_lanes[lanes].T
@@ -495,7 +494,7 @@ class ForeignSlices:
         try:
             allocation = self._read_allocation(event)
         except (ValueError, TypeError, ArithmeticError, RecursionError):
-            self._left_out.add("allocations that say no time or size", f"event {number}")
+            self._left_out.count_omission("allocations that say no time or size", f"event {number}")
             return
         if allocation is not None:
             append_numbers(self._allocations, Allocations.FACTS(allocation))
@@ -588,7 +587,7 @@ class ForeignSlices:
         has_flops = np.zeros(len(rank), dtype=np.bool_)
         for at, text in self._with_flops.items():
             has_flops[rank[at]] = self._counts_flops and read_flops(json.loads(text)) > 0
-        outer = nearest_at_or_above(parent, has_flops)
+        outer = find_nearest_row(parent, has_flops)
         for at, text in self._with_flops.items():
             above = parent[rank[at]]
             if above != NONE and outer[above] != NONE:
@@ -599,7 +598,7 @@ class ForeignSlices:
 
 _VALUES = frozenset((str, int, float, bool))
 _LISTS = re.compile(rb',\s*"[^]["\\{},:]*"\s*:\s*\[[^]["\\{}]*(?:(?:"[^"\\]*"|\[[^]["\\{}]*\])[^]["\\{}]*)*\]')
-"""A pattern of a key with a list, except for the first key, in JSON without escapes."""
+"""A pattern of a key with a list as its value, in JSON without escapes."""
 
 
 def are_plain_attributes(args: bytes) -> bool:
@@ -612,7 +611,7 @@ def _has_escapes_or_flops(text: bytes) -> bool:
     return b"[" in text or b"\\" in text or b"null" in text or b'"flops"' in text
 
 
-def _is_number(value: Any) -> bool:
+def _is_int64(value: Any) -> bool:
     return isinstance(value, int) and -INT64 <= value < INT64
 
 
@@ -630,7 +629,7 @@ class _WorkArguments(msgspec.Struct, gc=False):
     stream: Int64 = UNTOLD
 
 
-def _decode_work(texts: Sequence[bytes]) -> list[_WorkArguments]:
+def _decode_work_arguments(texts: Sequence[bytes]) -> list[_WorkArguments]:
     """Return the arguments of device work. An invalid number becomes `_NO_NUMBER`."""
     try:
         return _decode_all_work(b"[%b]" % b",".join(texts))
@@ -638,7 +637,7 @@ def _decode_work(texts: Sequence[bytes]) -> list[_WorkArguments]:
         keys = [field.encode_name for field in msgspec.structs.fields(_WorkArguments)]
         return [
             _WorkArguments(*(
-                UNTOLD if key not in args else int(args[key]) if _is_number(args[key]) else _NO_NUMBER for key in keys
+                UNTOLD if key not in args else int(args[key]) if _is_int64(args[key]) else _NO_NUMBER for key in keys
             ))
             for args in _decode_arguments(texts)
         ]  # fmt: skip

@@ -23,7 +23,7 @@ from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int32s, In
 from instrument.trace.indices import (
     NONE,
     invert_order,
-    mask_of,
+    make_mask,
     number_by_first_occurrence,
     number_combinations,
     rank_distinct,
@@ -83,15 +83,15 @@ class ShownProcesses:
             self.all.append(ShownProcess(pid, process.origin.service or f"process {own_pid}", label, process))
         self._number = {thread: number for number, process in enumerate(self._merged) for thread in process.threads}
 
-    def process_number_of(self, thread_id: int) -> int:
+    def find_process_number(self, thread_id: int) -> int:
         return self._number.get(thread_id, 0)
 
     def process_of_thread(self, thread_id: int) -> ShownProcess:
-        return self.all[self.process_number_of(thread_id)]
+        return self.all[self.find_process_number(thread_id)]
 
     def original_thread_id_of(self, thread_id: int) -> int:
         return (
-            self._merged[self.process_number_of(thread_id)].threads.get(thread_id, thread_id)
+            self._merged[self.find_process_number(thread_id)].threads.get(thread_id, thread_id)
             if self._merged
             else thread_id
         )
@@ -100,9 +100,9 @@ class ShownProcesses:
         own_id = self.original_thread_id_of(thread_id)
         return self.process_of_thread(thread_id).facts.threads.get(own_id) or f"thread {own_id}"
 
-    def process_numbers_of(self, thread_ids: Int64s) -> Int64s:
+    def find_process_numbers(self, thread_ids: Int64s) -> Int64s:
         distinct_ids, places = rank_distinct(thread_ids)
-        return np.array(list(map(self.process_number_of, distinct_ids.tolist())), dtype=np.int64)[places]
+        return np.array(list(map(self.find_process_number, distinct_ids.tolist())), dtype=np.int64)[places]
 
 
 class Board:
@@ -189,7 +189,7 @@ def assign_lanes(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, de
     around = np.where(is_below, above, np.int32(NONE)).astype(np.int32)
     # A group needs one lane if each slice is within its caller, and slices of one caller do not overlap.
     fits = ~is_below | ((above < np.arange(len(groups))) & (ends <= ends[above]) & (starts < ends[above]))
-    crowded = mask_of(groups[~fits | deep], int(groups.max()) + 1)
+    crowded = make_mask(groups[~fits | deep], int(groups.max()) + 1)
     siblings = np.where(is_below, above, len(groups) + groups)
     order = sort_stably(siblings, len(groups) + len(crowded))
     follows = (siblings[order][1:] == siblings[order][:-1]) & (ends[order][:-1] > starts[order][1:])
@@ -230,7 +230,7 @@ class Spans:
         self.sites = [trace.sites[number] for number in trace.site[row[firsts]].tolist()]
         self.is_request = np.array([site.kind == "request" for site in self.sites], dtype=np.bool_)[self.site]
         self.is_async = (self.task_id != 0) | self.is_request
-        self.process = processes.process_numbers_of(self.thread_id)
+        self.process = processes.find_process_numbers(self.thread_id)
 
     def number_threads_and_tasks(self) -> Int64s:
         threads, groups = rank_distinct(self.thread_id)
@@ -301,7 +301,7 @@ class BatchMarks(NamedTuple):
     left_out: int
 
     @classmethod
-    def of(cls, spans: Spans) -> BatchMarks:
+    def make_batch_marks(cls, spans: Spans) -> BatchMarks:
         if not len(spans.trace.attributes.rows_with_attribute(BATCH_KEYS)):
             return cls(np.zeros(0, np.int64), np.zeros(0, np.int64), 0)
         joined = join_requests(spans.trace)
@@ -326,12 +326,12 @@ class Arrows:
     def __init__(self, spans: Spans, intervals: OrderedIntervals) -> None:
         self._spans, owners = spans, intervals.owner
         of_async = spans.is_async[owners]
-        is_drawn = self._mask_drawable(owners, intervals.start_ns, of_async)
+        is_drawn = self._mask_drawable_arrows(owners, intervals.start_ns, of_async)
         self.left_out = int((~is_drawn).sum())
         binds = {owner: owner for owner in owners[is_drawn & of_async].tolist()}
         called, callers = spans.find_cross_thread_calls()
         by_bind = spans.is_async[callers] | spans.is_async[called]
-        can_call = self._mask_drawable(callers, spans.start_ns[called], by_bind)
+        can_call = self._mask_drawable_arrows(callers, spans.start_ns[called], by_bind)
         self.called = called[can_call & ~by_bind]
         self.left_out += int((~can_call).sum())
         by_bind &= can_call
@@ -343,17 +343,17 @@ class Arrows:
         self.binds = np.full(len(spans.row), NONE, dtype=np.int64)
         self.binds[list(binds)] = list(binds.values())
         is_free = (self.binds[owners] == NONE) | (self.binds[owners] == owners)
-        is_tied = is_drawn & is_free & self._mask_drawable(owners, intervals.start_ns, is_free)
+        is_tied = is_drawn & is_free & self._mask_drawable_arrows(owners, intervals.start_ns, is_free)
         self.launched = np.flatnonzero(is_drawn & ~is_tied)
         self.binds[owners[is_tied]] = owners[is_tied]
         self.ties = np.where(is_tied, owners, NONE)
-        marks = BatchMarks.of(spans)
+        marks = BatchMarks.make_batch_marks(spans)
         source = self.binds[marks.batch]
         is_free = (source == NONE) | (source == marks.batch)
         self.batch, self.request = marks.batch[is_free], marks.request[is_free]
         self.binds[self.batch] = self.batch
         self.left_out += marks.left_out + int((~is_free).sum())
 
-    def _mask_drawable(self, sources: Int64s | Int32s, targets_ns: Int64s, by_bind: Bools) -> Bools:
+    def _mask_drawable_arrows(self, sources: Int64s | Int32s, targets_ns: Int64s, by_bind: Bools) -> Bools:
         starts_ns = self._spans.start_ns[sources]
         return np.asarray((starts_ns < targets_ns) | ((starts_ns == targets_ns) & ~by_bind))

@@ -54,7 +54,7 @@ _MEANINGS: Mapping[str, Meaning] = {
 }
 
 RESERVING = ("ReservedAllocate", "ReservedFree")
-"""The event categories for memory that the allocator reserves. Its count of reserved bytes already includes them."""
+"""The categories of events that reserve memory. Counts of reserved bytes already include these events."""
 
 _TOOK = re.compile(r"(.*)\[[0-9.]+ (?:ns|us|ms|s)\]", re.DOTALL)
 _LANE = re.compile(r"([0-9]{1,18})\((?:Python|C\+\+)\)")
@@ -67,11 +67,11 @@ _WAYS = {("CPU", "GPU"): "h2d", ("GPU", "CPU"): "d2h", ("GPU", "GPU"): "d2d"}
 _PLACE = re.compile(r"Place\(([a-z_]+)(?::([0-9]{1,9}))?\)")
 _IN_HOST = ("cpu", "gpu_pinned")
 _ROUNDED_NS = 2_000
-"""The maximum ns by which an event's start may differ from that in its arguments. Beyond it, the arguments are
+"""The maximum nanoseconds between an event's start and the start in its arguments. Beyond it, the arguments are
 ignored."""
 
 
-def find_meaning(category: str, name: str) -> tuple[str, Meaning] | None:
+def interpret_event(category: str, name: str) -> tuple[str, Meaning] | None:
     """Return the name of an event without the duration that Paddle appends, and the meaning of the category.
 
     Return None if the category is not Paddle's.
@@ -95,7 +95,7 @@ def parse_thread_id(lane: object) -> object:
     return lane if match is None else int(match[1])
 
 
-def strip_language(name: str) -> str:
+def strip_thread_language(name: str) -> str:
     match = _THREAD.fullmatch(name)
     return name if match is None else match[1]
 
@@ -106,7 +106,7 @@ class EventClock:
     def __init__(self) -> None:
         self._first_ns: int | None = None
 
-    def take_times(self, start_ns: int, args: dict[str, Any]) -> tuple[int, int] | None:
+    def pop_times(self, start_ns: int, args: dict[str, Any]) -> tuple[int, int] | None:
         """Remove the start and end time from an event's arguments. Return them in nanoseconds, or None if they are
         invalid."""
         start, end = (args.pop(key, None) for key in ("start_time", "end_time"))

@@ -22,7 +22,7 @@ from instrument.errors import InstrumentError
 from instrument.recording.metrics import GAUGES
 from instrument.recording.spans import HOST, Sample, Site
 from instrument.trace.columns import Int32s, Int64s
-from instrument.trace.indices import NONE, invert_order, mask_of, number_combinations
+from instrument.trace.indices import NONE, invert_order, make_mask, number_combinations
 from instrument.trace.text import INT64, is_json_number, make_json_value, remove_surrogates
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class _Packets:
         self._processes = ShownProcesses(facts)
         self._spans = Spans(trace, self._base_ns, self._processes)
         self._intervals = OrderedIntervals(self._spans, self._base_ns)
-        self._arrows = _Arrows(self._spans, self._intervals, BatchMarks.of(self._spans))
+        self._arrows = _Arrows(self._spans, self._intervals, BatchMarks.make_batch_marks(self._spans))
         self._uuids = count(REQUESTS + 1)
         self._of_process = [PROCESS, *(next(self._uuids) for _ in self._processes.all[1:])]
         self._threads: dict[int, int] = {}
@@ -84,16 +84,16 @@ class _Packets:
     def iterate_parts(self) -> Iterator[bytes]:
         self._write_head()
         for _ in self._add_span_slices():
-            yield from self._take_full_part()
+            yield from self._pop_full_part()
         for _ in self._add_interval_slices():
-            yield from self._take_full_part()
+            yield from self._pop_full_part()
         for sample in self._facts.samples:
             if is_json_number(sample.value):
                 self._add_counter(sample)
-                yield from self._take_full_part()
+                yield from self._pop_full_part()
         yield self._part.SerializeToString()
 
-    def _take_full_part(self) -> Iterator[bytes]:
+    def _pop_full_part(self) -> Iterator[bytes]:
         if len(self._part.packet) >= BATCH:
             yield self._part.SerializeToString()
             self._part = self._pb.Trace()
@@ -126,7 +126,7 @@ class _Packets:
             track = self._add_packet().track_descriptor
             track.uuid, track.name, track.child_ordering = REQUESTS, "requests", pb.TrackDescriptor.EXPLICIT
 
-    def _number_text(self, table: str, entry: Any, **facts: Any) -> int:
+    def _intern_text(self, table: str, entry: Any, **facts: Any) -> int:
         """Return the number of an interned text. A new text is defined in the current packet."""
         numbers = self._numbers.setdefault(table, {})
         number = numbers.get(entry)
@@ -144,15 +144,15 @@ class _Packets:
         )
         event = self._pb.TrackEvent(
             type=self._pb.TrackEvent.TYPE_SLICE_BEGIN,
-            name_iid=self._number_text("event_names", name),
-            category_iids=[self._number_text("event_categories", kind)],
+            name_iid=self._intern_text("event_names", name),
+            category_iids=[self._intern_text("event_categories", kind)],
         )
         if on_device:
             return event
         if site.function or site.file:
             source = {"file_name": remove_surrogates(site.file), "function_name": remove_surrogates(site.function)}
             line = max(site.line, 0) % (1 << 32)
-            event.source_location_iid = self._number_text(
+            event.source_location_iid = self._intern_text(
                 "source_locations", (*source.values(), line), **source, line_number=line
             )
         details = {"type": site.name} if is_layer else {"instance": site.instance} if site.instance else {}
@@ -177,7 +177,7 @@ class _Packets:
         return self._threads[thread_id]
 
     def _find_process_track(self, thread_id: int) -> int:
-        return self._of_process[self._processes.process_number_of(thread_id)]
+        return self._of_process[self._processes.find_process_number(thread_id)]
 
     def _find_thread_name(self, thread_id: int) -> str:
         return remove_surrogates(self._processes.thread_name(thread_id))
@@ -219,7 +219,7 @@ class _Packets:
         spans = self._spans
         trace, row = spans.trace, spans.row
         groups, number, around = spans.assign_lanes()
-        has_any = mask_of(trace.attributes.rows(), len(trace))
+        has_any = make_mask(trace.attributes.rows(), len(trace))
         tracks, track = self._make_track_chooser(number), 0
         parent_id, root_id, total_ns = trace.parent_id[row], trace.root_id[row], trace.total_ns[row]
         active_ns, self_ns = trace.active_ns[row], trace.self_ns[row]
@@ -315,7 +315,7 @@ class _Packets:
     def _annotate(self, event: Any, facts: Mapping[str, Any]) -> None:
         add = event.debug_annotations.add
         for name, value in facts.items():
-            number = self._number_text("debug_annotation_names", remove_surrogates(name))
+            number = self._intern_text("debug_annotation_names", remove_surrogates(name))
             if type(value) is int and -INT64 <= value < INT64:
                 add(name_iid=number, int_value=value)
             else:
@@ -350,7 +350,7 @@ def _iterate_begins_and_ends(lane: Int64s, firsts: Int64s, around: Int32s) -> It
 
     Each event is the index of the slice, True for a begin, and True for the first event of a lane.
     """
-    is_first = mask_of(firsts, len(lane))
+    is_first = make_mask(firsts, len(lane))
     order = np.argsort(lane, kind="stable")
     stack: list[int] = []
     for place, outer, opens in iterate_rows(order, around[order], is_first[order]):

@@ -37,7 +37,7 @@ LIMIT_KEYS = 1000
 """The maximum number of a trace's top-level keys besides its events."""
 
 LIMIT_BACKWARD = 1000
-"""The maximum number of spans that begin before their parent. With more, a damaged file would make views too slow."""
+"""The maximum number of spans that begin before their parent. A file with more counts as damaged."""
 
 
 def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tuple[Trace, Tally]:
@@ -49,7 +49,7 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
     Raises `TraceError` if the file cannot be read, or has more than `limit_bytes` of text.
     """
     saved = read(path, limit_bytes=limit_bytes)
-    return saved.trace, saved.tally_or_count()
+    return saved.trace, saved.read_or_count_totals()
 
 
 def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
@@ -74,7 +74,7 @@ def _convert_file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         why, cause = f"it is no JSON, or cut off ({problem.msg}); write or copy it again", problem
     except RecursionError as problem:
         why, cause = "it nests deeper than any trace; give a Chrome trace in JSON", problem
-    except file_writing.damage_errors() as problem:
+    except file_writing.list_gzip_errors() as problem:
         why, cause = "its gzip data is cut off or damaged; write or copy it again", problem
     except OSError as problem:
         why, cause = f"{problem.strerror or problem}; give a trace file that may be read", problem
@@ -126,7 +126,7 @@ def _read_content(text: JsonText) -> Saved:
             ours = Metadata(value)
             slices = Slices(text.left_out, ours)
         else:
-            slices.others.add_fact(key, value)
+            slices.others.read_metadata(key, value)
     trace = slices.build_trace()
     if (ours or not len(trace.columns)) and (losses := text.left_out.losses()):
         why = ", ".join(f"{count} {reason}" for reason, count in losses.items())
@@ -140,7 +140,7 @@ def _is_own_metadata(key: str | None, value: Any) -> bool:
 
 def _iterate_top_level_values(text: JsonText) -> Iterator[tuple[str | None, Any]]:
     """Yield the keys and values of the file. Events are yielded in batches, with None as the key."""
-    if text.begins_with_mark():
+    if text.begins_with_bom():
         raise ValueError("it starts with a byte order mark, which viewers refuse; remove its first three bytes")
     if text.take_character("{[") == "[":
         yield from _read_events(text, are_ours=False)
@@ -167,7 +167,7 @@ def _iterate_top_level_values(text: JsonText) -> Iterator[tuple[str | None, Any]
         if not has_events:
             raise ValueError("it has no list 'traceEvents'; give a Chrome trace in JSON")
     if text.peek_character():
-        text.left_out.add("what follows its end", f"byte {text.bytes_read}")
+        text.left_out.count_omission("what follows its end", f"byte {text.bytes_read}")
 
 
 def _take_closing_bracket(text: JsonText, bracket: str) -> None:
@@ -175,7 +175,7 @@ def _take_closing_bracket(text: JsonText, bracket: str) -> None:
     if text.peek_character():
         text.take_character(bracket)
     else:
-        text.left_out.add("closing brackets that are missing", f"byte {text.bytes_read}")
+        text.left_out.count_omission("closing brackets that are missing", f"byte {text.bytes_read}")
 
 
 def _read_events(text: JsonText, are_ours: bool) -> Iterator[tuple[None, EventBatch]]:
@@ -190,7 +190,7 @@ def _read_events(text: JsonText, are_ours: bool) -> Iterator[tuple[None, EventBa
         else:
             text.take_value()
             count += 1
-            text.left_out.add("events that are no object", f"event {count}")
+            text.left_out.count_omission("events that are no object", f"event {count}")
             yield None, EventBatch([TraceEvent()])
     _take_closing_bracket(text, "]")
 
@@ -229,8 +229,8 @@ def join_torch_trace(trace: Trace, profiled: Trace) -> Trace:
     first, last = (at_ns + moved_ns for at_ns in profiled.watched or (profiled.start_ns, profiled.end_ns))
     if first >= trace.end_ns or last <= trace.start_ns:
         raise TraceError(
-            f"the two traces must be of one time; ours is from {_describe_clock(trace, trace.start_ns, trace.end_ns)} "
-            f"and that of torch.profiler from {_describe_clock(trace, first, last)}; give a window that torch.profiler "
+            f"the two traces must be of one time; ours is from {_format_times(trace, trace.start_ns, trace.end_ns)} "
+            f"and that of torch.profiler from {_format_times(trace, first, last)}; give a window that torch.profiler "
             "recorded"
         )
     first, last = max(first, trace.start_ns), min(last, trace.end_ns)
@@ -247,7 +247,7 @@ def join_torch_trace(trace: Trace, profiled: Trace) -> Trace:
     return replace(trace, **moved)
 
 
-def _describe_clock(trace: Trace, *times_ns: int) -> str:
+def _format_times(trace: Trace, *times_ns: int) -> str:
     return " to ".join(
         datetime.fromtimestamp(trace.origin.realtime_of(at_ns) / 1e9, timezone.utc).strftime("%F %T.%f")
         for at_ns in times_ns

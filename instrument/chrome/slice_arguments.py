@@ -26,11 +26,11 @@ class Remote(msgspec.Struct, omit_defaults=True):
     in_server_span: bool = False
 
     @classmethod
-    def of(cls, parent: RemoteParent) -> Remote:
+    def make_remote(cls, parent: RemoteParent) -> Remote:
         ids = f"{parent.trace_id:032x}", f"{parent.span_id:016x}"
         return cls(*ids, parent.flags, parent.is_local, parent.is_local and parent.in_server_span)
 
-    def parent(self) -> RemoteParent:
+    def make_parent(self) -> RemoteParent:
         ids = int(self.trace_id, 16), int(self.span_id, 16)
         return RemoteParent(*ids, self.flags, self.is_local, self.in_server_span)
 

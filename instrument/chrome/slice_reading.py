@@ -23,7 +23,7 @@ from instrument.chrome.event_reading import (
     OwnEvent,
     has_valid_times,
     make_block,
-    read_block_if_valid,
+    make_valid_block,
     read_phases,
 )
 from instrument.chrome.foreign_slice_reading import ForeignSlices, NumberByKey, NumberedLanes, Rows
@@ -34,9 +34,9 @@ from instrument.recording.trace_context import RemoteParent
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, are_in_range
 from instrument.trace.indices import (
     NONE,
+    find_rows,
     invert_order,
-    mask_of,
-    rows_of,
+    make_mask,
     sort_stably,
     topmost_rows,
     view_as_int64s,
@@ -49,8 +49,8 @@ from instrument.trace.text import (
     GatheredAttributes,
     attributes_to_json,
     check_type,
-    convert_lists,
     convert_to_ns,
+    convert_to_tuples,
 )
 from instrument.trace.trace import SpanViews, Trace
 
@@ -59,8 +59,8 @@ _LIMIT_NS = LIMIT_US * 1000
 LIMIT_EVENTS = 5 * LIMIT_SPANS
 """The maximum number of events in a file, including those that are no slices."""
 
-_IS_SLICE = mask_of(np.frombuffer(b"XBEbe", np.uint8), 1 << 8)
-_IS_BEGIN = mask_of(np.frombuffer(b"XBb", np.uint8), 1 << 8)
+_IS_SLICE = make_mask(np.frombuffer(b"XBEbe", np.uint8), 1 << 8)
+_IS_BEGIN = make_mask(np.frombuffer(b"XBb", np.uint8), 1 << 8)
 
 # Comprehensions with a fixed attribute take half the time of `attrgetter`.
 _READ_FIELD: dict[str, Callable[[Sequence[Any]], list[Any]]] = {
@@ -120,7 +120,7 @@ class Slices:
             # The slice of "Trace" is the time of torch.profiler itself, no call.
             are_slices &= [event.cat != "Trace" or event.pid != "Spans" for event in events]
         slices = events if are_slices.all() else [*compress(events, are_slices.tolist())]
-        block = read_block_if_valid(batch, slices, phases, are_slices)
+        block = make_valid_block(batch, slices, phases, are_slices)
         if block is None:
             numbered = zip(slices, (first + np.flatnonzero(are_slices)).tolist(), strict=True)
             slices = [event for event, number in numbered if has_valid_times(event, self._left_out, number)]
@@ -147,7 +147,7 @@ class Slices:
         start_ns, end_ns = block.start_ns.copy(), block.start_ns + block.length_ns
         lanes = self._lanes.number_lanes_of_events(block.slices)
         if self._ours is None:
-            self.others.add_rows(block, lanes, start_ns, end_ns)
+            self.others.add_slices(block, lanes, start_ns, end_ns)
         else:
             self._ours.add_arguments()
         self._row_parts.append((start_ns, end_ns, lanes))
@@ -183,7 +183,7 @@ class Slices:
         self._row_parts.clear()
         line, thread_id = view_as_int64s(self._lanes.line)[lane], view_as_int64s(self._lanes.thread_id)[lane]
         clipped = np.zeros(len(start_ns), dtype=np.bool_)
-        order_in_file, strays = self._set_lines_of_marks(end_ns, line, clipped)
+        order_in_file, strays = self._match_slice_ends(end_ns, line, clipped)
         order = _sort_rows(start_ns, end_ns, order_in_file)
         start_ns, end_ns, line, thread_id = start_ns[order], end_ns[order], line[order], thread_id[order]
         around = _find_parents(start_ns, end_ns, line, self._rounding_ns)
@@ -192,7 +192,7 @@ class Slices:
         further = thread_id, task_of_line[line], around, clipped[order], strays
         return Rows(order, invert_order(order), start_ns, end_ns, line, *further)
 
-    def _set_lines_of_marks(self, end_ns: Int64s, line_of_row: Int64s, clipped: Bools) -> tuple[Int64s, int]:
+    def _match_slice_ends(self, end_ns: Int64s, line_of_row: Int64s, clipped: Bools) -> tuple[Int64s, int]:
         """Set the lines of the slices with begin events, and find their ends unless they are known.
 
         Return the order of all slices in the file, and the number of end events without a begin event.
@@ -360,14 +360,14 @@ class OwnSlices:
             text = bytes(attributes)
             self._attributes.add(first + place, attributes_to_json(json.loads(text)) if b"\\" in text else text)
         remotes = _read_values(arguments, "remote")
-        self._remote |= {first + place: remote.parent() for place, remote in remotes if remote}
+        self._remote |= {first + place: remote.make_parent() for place, remote in remotes if remote}
 
     def _add_intervals(self, arguments: Sequence[Arguments], block: Block) -> None:
         labels = ["exclusive" if label is UNSET else label for label in _read_field(arguments, "label", UNSET)]
         columns = {name: _read_numbers(arguments, name) for name in _NUMBERS_OF_INTERVALS}
         columns |= {
             "stream": _fill_missing(columns["stream"], columns.pop("enclosing_stream")),
-            "label": self._labels.read(labels),
+            "label": self._labels.look_up_numbers(labels),
             "start_ns": block.start_ns,
             "end_ns": block.start_ns + block.length_ns,
         }
@@ -385,7 +385,7 @@ class OwnSlices:
         if (span_id == UNTOLD).any() or not are_in_range(site, 0, len(sites)):
             raise ValueError("a slice in it belongs to no span or site; it is damaged")
         parent_id = _fill_missing(self._order_column("parent", rows), np.append(span_id, 0)[rows.around])
-        clipped = mask_of(rows.rank[self._clipped], len(span_id))
+        clipped = make_mask(rows.rank[self._clipped], len(span_id))
         # The task is that of the first slice on the line.
         first_of_line = np.zeros(int(rows.line.max(initial=-1)) + 1, dtype=np.int64)
         first_of_line[rows.line[::-1]] = np.arange(len(span_id))[::-1]
@@ -419,7 +419,7 @@ class OwnSlices:
         columns = {name: np.concatenate(self._intervals.pop(name)) for name in _OF_INTERVALS}
         if any((columns[name] == UNTOLD).any() for name in ("device", "stream")) or (columns["place"] < 0).any():
             raise ValueError("an interval in it belongs to no device, stream or site; it is damaged")
-        rows: Int32s = rows_of(span_id, columns.pop("owner"))
+        rows: Int32s = find_rows(span_id, columns.pop("owner"))
         order = np.lexsort((columns.pop("place"), rows))
         order = order[rows[order] != NONE]
         ordered = {name: numbers[order] for name, numbers in columns.items()}
@@ -456,15 +456,14 @@ def _fill_missing(numbers: Int64s, otherwise: Int64s | np.int64) -> Int64s:
 def _find_roots(span_id: Int64s, parent_id: Int64s, root_id: Int64s) -> Int64s:
     """Return the root id of each row. A missing root id is taken from the parent. A span without a parent is its own
     root."""
-    parent: NDArray[np.int32] = rows_of(span_id, parent_id)
+    parent: NDArray[np.int32] = find_rows(span_id, parent_id)
     parent[(parent_id == 0) | (root_id != UNTOLD)] = NONE
     top = topmost_rows(parent)
     return _fill_missing(root_id[top], np.where(parent_id[top] == 0, span_id[top], parent_id[top]))
 
 
 _PLAIN = bytes(set(range(0x20, 0x7F)) - {*b"[{"})
-"""The bytes allowed after the first `{` of a JSON object of texts and numbers. Such an object is flat and needs no
-check."""
+"""The bytes that may follow the first `{` of a flat JSON object, which needs no check."""
 
 
 def _check_attributes(text: bytes) -> None:
@@ -472,4 +471,4 @@ def _check_attributes(text: bytes) -> None:
     if text.startswith(b"{") and len(text) < LONGEST_PLAIN and text.translate(None, _PLAIN) == b"{":
         return
     for value in check_type(json.loads(text), dict).values():
-        convert_lists(value)
+        convert_to_tuples(value)

@@ -32,7 +32,7 @@ from instrument.recording.spans import HOST, Sample, Site
 from instrument.recording.tally import Tally
 from instrument.runtime import file_writing
 from instrument.trace.columns import Bools, Int64s
-from instrument.trace.indices import NONE, mask_of, number_by_first_occurrence, rank_distinct
+from instrument.trace.indices import NONE, make_mask, number_by_first_occurrence, rank_distinct
 from instrument.trace.intervals import are_innermost
 from instrument.trace.metadata import Sites, encode_metadata
 from instrument.trace.text import encode_rows, is_json_number, make_json_value, remove_surrogates
@@ -42,7 +42,7 @@ from instrument.trace.trace import Trace
 
 
 SPARE_BINDS = 1 << 63
-"""A bit that is set in all our bind ids. Perfetto numbers `s` and `f` arrows from 0 in the same space."""
+"""A bit that is set in all our bind ids, which differ by it from the ids of `s` and `f` arrows."""
 
 
 NOT = repeat(UNSET)
@@ -77,7 +77,7 @@ def convert_to_us(times_ns: Int64s) -> list[Any]:
     return [Decimal(time_ns).scaleb(-3) for time_ns in times_ns.tolist()]
 
 
-def _select_values(has: Bools, values: NDArray[Any]) -> Iterable[Any]:
+def _mask_values(has: Bools, values: NDArray[Any]) -> Iterable[Any]:
     if not has.any():
         return NOT
     objects = values.astype(object)
@@ -123,7 +123,7 @@ class Drawing:
         of_request[slices] = are_requests[lanes]
         self._kind, self._shared = self._number_lanes_with_sites(number, of_request, board, place_of)
         self._facts = self._collect_span_facts(around, openers)
-        self._has_attributes = mask_of(spans.trace.attributes.rows(), len(groups))
+        self._has_attributes = make_mask(spans.trace.attributes.rows(), len(groups))
         # An end comes after the begins before its time. Ends at one time come innermost first.
         before = np.maximum(np.searchsorted(spans.start_ns, spans.end_ns[slices]), slices + 1)
         order = np.lexsort((-slices, spans.end_ns[slices], before))
@@ -180,7 +180,7 @@ class Drawing:
                 (spans.parent, np.where(parent_id == 0, spans.span_id, parent_id), root_id),
             )
         )
-        is_opener = mask_of(openers, len(row))
+        is_opener = make_mask(openers, len(row))
         return [
             (root_id != root_above, root_id),
             (parent_id != around_id, parent_id),
@@ -195,12 +195,12 @@ class Drawing:
         spans, trace = self._spans, self._spans.trace
         row = spans.row[some]
         errors = np.array([*(remove_surrogates(error) for error in trace.errors), UNSET], dtype=object)
-        numbers = [_select_values(has[some], column[some]) for has, column in self._facts]
+        numbers = [_mask_values(has[some], column[some]) for has, column in self._facts]
         attributes: list[Any] = [UNSET] * len(row)
         remote: Iterable[Any] = NOT
         if trace.remote:
             parents = map(trace.remote.get, row.tolist())
-            remote = [UNSET if parent is None else Remote.of(parent) for parent in parents]
+            remote = [UNSET if parent is None else Remote.make_remote(parent) for parent in parents]
         having = np.flatnonzero(self._has_attributes[row])
         texts = encode_rows(trace.attributes, row[having].tolist())
         for index, text in zip(having.tolist(), texts, strict=True):
@@ -211,7 +211,7 @@ class Drawing:
             spans.span_id[some].tolist(),
             *numbers,
             errors[trace.error[row]].tolist(),
-            _select_values(trace.clipped[row], trace.clipped[row]),
+            _mask_values(trace.clipped[row], trace.clipped[row]),
             remote,
             attributes,
         )
@@ -223,8 +223,8 @@ class Drawing:
         kind, is_async = self._kind[some], spans.is_async[some]
         pid, tid, category, name, *shared = (column[kind].tolist() for column in self._shared)
         lengths_us = np.array(convert_to_us(spans.end_ns[some] - spans.start_ns[some]), dtype=object)
-        ids, at_us = _select_values(is_async, self._ids[self._lane[some]]), convert_to_us(spans.start_ns[some])
-        times = at_us, _select_values(~is_async, lengths_us)
+        ids, at_us = _mask_values(is_async, self._ids[self._lane[some]]), convert_to_us(spans.start_ns[some])
+        times = at_us, _mask_values(~is_async, lengths_us)
         fields = np.where(is_async, "b", "X").tolist(), pid, tid, category, name, self._make_arguments(some, shared)
         sources = self._arrows.binds[some]
         flows = self._make_flow_fields(sources, sources == np.arange(first, end))
@@ -247,7 +247,7 @@ class Drawing:
         if not are_bound.any():
             return NOT, NOT, NOT
         binds = [UNSET if source == NONE else self._make_bind_id(source) for source in sources.tolist()]
-        return binds, _select_values(are_sources, are_bound), _select_values(are_bound & ~are_sources, are_bound)
+        return binds, _mask_values(are_sources, are_bound), _mask_values(are_bound & ~are_sources, are_bound)
 
     def _make_bind_id(self, source: int) -> str:
         return f"{SPARE_BINDS | int(self._spans.span_id[source]):#x}"
@@ -297,7 +297,7 @@ class Drawing:
     ) -> Iterator[list[DrawnEvent]]:
         """Yield arrows as pairs of events. Viewers attach each end to the innermost slice at that time."""
         spans = self._spans
-        begins = mask_of(number_by_first_occurrence(sources)[1], len(sources))
+        begins = make_mask(number_by_first_occurrence(sources)[1], len(sources))
         for first, end in split_into_batches(len(sources)):
             source, targets = sources[first:end], to[first:end]
             events: list[DrawnEvent] = []
@@ -370,7 +370,7 @@ def _make_document_chunks(trace: Trace, tally: Tally | None) -> Iterator[bytes]:
     base_ns = min(int(starts.min(initial=since_ns)) for starts in (columns.start_ns, columns.device.start_ns))
     spans, board = Spans(columns, base_ns, processes), Board(processes)
     sites = Sites(spans.sites)
-    drawing = Drawing(spans, OrderedIntervals(spans, base_ns), board, sites.index_of)
+    drawing = Drawing(spans, OrderedIntervals(spans, base_ns), board, sites.find_or_add_index)
     yield b'{"displayTimeUnit":"ms","instrument":'
     for text in encode_metadata(trace, base_ns, sites, tally, drawing.left_out):
         yield text.encode(errors="replace")

@@ -42,8 +42,7 @@ VERBS: Mapping[str, str] = {
 
 
 READER_GONE = 128 + 13
-"""The exit code if the reader of the output has gone, as shells report it for SIGPIPE. No gate, such as `check
---strict`, returns it."""
+"""The exit code if the reader of the output has gone, as in shells after SIGPIPE."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,7 +8,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from instrument.agent.agent import serve_on
+from instrument.agent.agent import serve_on_socket
 from instrument.agent.processes import Run
 from instrument.cli.option_values import Verbs
 from instrument.errors import InstrumentError
@@ -57,7 +57,7 @@ def run_agent(options: argparse.Namespace, host: list[str]) -> int:
     is_ours = True
     try:
         with agent_socket.register_socket(path) if run is None else nullcontext():
-            is_ours = serve_on(listener, path.parent, run, captures=captures, says=True)
+            is_ours = serve_on_socket(listener, path.parent, run, captures=captures, says=True)
     finally:
         if is_ours:
             path.unlink(missing_ok=True)

@@ -80,7 +80,7 @@ def check(options: argparse.Namespace, host: list[str]) -> int:
     else:
         if is_unnamed:
             print(WITHOUT_PROFILE)
-        _print_facts(profile, verdicts, command)
+        _print_check(profile, verdicts, command)
     for problem in problems:
         print(problem, file=sys.stderr)
     missed = [v for v in verdicts if v.state == "not found" or (not host and _is_never_imported(v, profile))]
@@ -152,7 +152,7 @@ def _make_document(profile: Profile, verdicts: list[Verdict], command: dict[str,
     }
 
 
-def _print_facts(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> None:
+def _print_check(profile: Profile, verdicts: list[Verdict], command: dict[str, Any] | None) -> None:
     print(f"profile {profile.source}: service {_name_of_service(profile)}, digest {profile.digest}")
     if profile.exports_nothing:
         from instrument.sessions.process import NO_EXPORT

@@ -20,10 +20,10 @@ from instrument.cli.inputs import (
     import_file_libraries,
     limit_memory,
     list_runs,
-    merge_saved,
+    merge_saved_files,
     read_file,
 )
-from instrument.cli.option_values import Verbs, add_table_options, read_count, table_options
+from instrument.cli.option_values import Verbs, add_table_options, read_count, read_table_options
 from instrument.errors import InstrumentError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def print_comparison(options: argparse.Namespace, host: list[str]) -> int:
     if len(options.sides) != (1 if baseline else 2):
         names = "AFTER alone, with --baseline" if baseline else "BEFORE and AFTER"
         raise InstrumentError(f"compare: there are {len(options.sides)} files or folders; give {names}")
-    if baseline is not None and not (runs := _baseline_runs(baseline)):
+    if baseline is not None and not (runs := _list_baseline_runs(baseline)):
         _add_to_baseline(baseline, options.sides[0], options.keep)
         print(f"instrument: compare: the baseline {baseline} had no run; {options.sides[0]} is now its first one")
         return 0
@@ -105,7 +105,7 @@ def print_comparison(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.report.view import Options, make_json_values
 
     effects.import_scipy_special()  # before memory is bounded
-    view_options = Options(**table_options(options), requests_by=options.by or "")
+    view_options = Options(**read_table_options(options), requests_by=options.by or "")
     paths = [Path(side) for side in (*befores, options.sides[-1])]
     files = [str(file) for path in paths for file in (path.rglob("*.*") if path.is_dir() else [path])]
     with limit_memory("compare", files, options.memory):
@@ -135,7 +135,7 @@ def _read_side(side: str, options: argparse.Namespace) -> list[Recording]:
 
     say = partial(print_remark, "compare")
     runs = list_runs(side) if options.all and Path(side).is_dir() else [expand_paths([side], None, False, say)]
-    return [Recording.of_saved(merge_saved(list(map(read_file, files)), options.clock)) for files in runs]
+    return [Recording.from_file(merge_saved_files(list(map(read_file, files)), options.clock)) for files in runs]
 
 
 def _choose_exit_code(comparison: Comparison, limit: float | None) -> int:
@@ -147,13 +147,13 @@ def _choose_exit_code(comparison: Comparison, limit: float | None) -> int:
     return INCONCLUSIVE if comparison.find_unclear_changes(limit) or not is_assessed else 0
 
 
-def _baseline_runs(baseline: Path) -> list[Path]:
+def _list_baseline_runs(baseline: Path) -> list[Path]:
     return sorted(path for path in baseline.glob("run-" + "[0-9]" * 6) if path.is_dir())
 
 
 def _add_to_baseline(baseline: Path, side: str, most: int) -> None:
     """Copy a run into the baseline. Remove the oldest runs if there are more than `most`."""
-    runs = _baseline_runs(baseline)
+    runs = _list_baseline_runs(baseline)
     number = int(runs[-1].name.rpartition("-")[2]) + 1 if runs else 1
     target = baseline / f"run-{number:06d}"
     target.mkdir(parents=True)

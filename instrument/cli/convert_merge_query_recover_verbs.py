@@ -96,14 +96,14 @@ def write_trace(target: Path, form: str, saved: Saved) -> None:
     from instrument.trace import file
 
     ways: dict[str, Callable[[], object]] = {
-        "recording": lambda: file.dump(target, saved.trace, saved.tally_or_count()),
-        "chrome": lambda: chrome.dump(target, saved.trace, saved.tally_or_count()),
+        "recording": lambda: file.dump(target, saved.trace, saved.read_or_count_totals()),
+        "chrome": lambda: chrome.dump(target, saved.trace, saved.read_or_count_totals()),
         "perfetto": lambda: chrome.write_perfetto(target, saved.trace),
     }
     convert_write_errors(target, ways[form])
 
 
-def choose_form_by_suffix(target: Path) -> str:
+def choose_format(target: Path) -> str:
     return FORM_OF_END.get(target.suffix, "recording")
 
 
@@ -208,7 +208,7 @@ def _add_merge(verbs: Verbs) -> None:
 def write_merged_file(options: argparse.Namespace, host: list[str]) -> int:
     paths, target = find_files("merge", options), Path(options.output)
     refuse_to_replace_input(target, paths)
-    write_trace(target, choose_form_by_suffix(target), read_merged("merge", paths, options))
+    write_trace(target, choose_format(target), read_merged("merge", paths, options))
     sys.stdout.write(f"{target}\n")
     return 0
 

@@ -96,8 +96,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """The numbers of two parameters of `mallopt`, from `malloc.h` of glibc."""
 
 LARGEST_REUSED_BYTES, MOST_KEPT_BYTES = 32 << 20, 256 << 20
-"""Larger arrays are returned to the kernel when they are freed. Of free memory at the end of the heap, at most the
-second size is kept. glibc allows no larger first size."""
+"""Larger freed arrays go back to the kernel. At the end of the heap, up to `MOST_KEPT_BYTES` of free memory are
+kept."""
 
 SUFFIXES = (".npz", ".json", ".json.gz")
 """The suffixes of files to read in a folder. Of two files that differ only in the suffix, the earlier suffix wins."""
@@ -165,7 +165,7 @@ def _read_metadata(path: str) -> Trace | None:
     from instrument.trace import file
 
     try:
-        return file.load_facts(path) if file.is_recording(path) else reading.read_metadata(path)
+        return file.load_metadata(path) if file.is_recording(path) else reading.read_metadata(path)
     except TraceError:
         return None  # who reads the file says what is wrong with it
 
@@ -206,7 +206,7 @@ def import_file_libraries() -> None:
     from instrument.chrome import reading  # noqa: F401
     from instrument.trace import file, merge  # noqa: F401
 
-    file_writing.damage_errors()
+    file_writing.list_gzip_errors()
     _reuse_freed_memory()
 
 
@@ -228,10 +228,10 @@ def read_within_memory_limit(verb: str, paths: Sequence[str], memory: int | None
 
 def read_merged(verb: str, paths: Sequence[str], options: argparse.Namespace) -> Saved:
     """Read files as a single trace, with one tree per request. Raises `TraceError`."""
-    return merge_saved(read_within_memory_limit(verb, paths, options.memory), options.clock)
+    return merge_saved_files(read_within_memory_limit(verb, paths, options.memory), options.clock)
 
 
-def merge_saved(files: Sequence[Saved], clock: str = CLOCKS[0]) -> Saved:
+def merge_saved_files(files: Sequence[Saved], clock: str = CLOCKS[0]) -> Saved:
     """Merge files into a single trace, with one tree per request. Raises `TraceError`."""
     from instrument.trace.merge import merge_recordings
     from instrument.trace.request_trees import join_request_trees

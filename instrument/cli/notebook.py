@@ -8,7 +8,7 @@ import warnings
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from instrument.cli.inputs import expand_paths, merge_saved, read_file
+from instrument.cli.inputs import expand_paths, merge_saved_files, read_file
 from instrument.cli.option_values import MOST
 from instrument.errors import InstrumentError
 
@@ -41,7 +41,7 @@ class LoadedTrace:
     def recording(self) -> Recording:
         from instrument.report.view import Recording
 
-        return Recording.of_saved(self.saved)
+        return Recording.from_file(self.saved)
 
     def view(self, name: str, **options: Any) -> View:
         """Return a view of `instrument report`, such as `requests`. `options` are the options of
@@ -134,7 +134,7 @@ def load(
         raise InstrumentError("load: there is no path; give a file or a folder")
     names = [os.fspath(path) for path in paths]
     read = list(map(read_file, expand_paths(names, run, all_runs, lambda text: warnings.warn(text, stacklevel=4))))
-    return LoadedTrace(merge_saved(read, clock), frames)
+    return LoadedTrace(merge_saved_files(read, clock), frames)
 
 
 def compare(before: Source | Sources, after: Source | Sources, **options: Any) -> Comparison:

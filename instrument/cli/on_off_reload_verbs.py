@@ -12,7 +12,7 @@ from typing import Any
 
 from instrument.agent import client
 from instrument.cli import print_remark
-from instrument.cli.option_values import PROCESSES, RUN, Verbs, add_run, add_wait, read_count
+from instrument.cli.option_values import PROCESSES, RUN, Verbs, add_run_argument, add_wait_option, read_count
 from instrument.errors import InstrumentError
 from instrument.profile.keys import load
 from instrument.profile.model import Profile
@@ -21,16 +21,16 @@ from instrument.sessions.profile_reload import Answer, Request
 
 
 def add_verbs(verbs: Verbs) -> None:
-    _add_switch(verbs)
+    _add_on_off(verbs)
     _add_reload(verbs)
 
 
-def _add_switch(verbs: Verbs) -> None:
+def _add_on_off(verbs: Verbs) -> None:
     for name, does, on in (("on", "resume recording", True), ("off", "pause recording", False)):
         parser = verbs.add_parser(name, help=f"{does} in a running service, and print the answer of each process")
-        add_run(parser)
+        add_run_argument(parser)
         parser.add_argument("--all", action="store_true", help="take all runs, without asking")
-        add_wait(parser)
+        add_wait_option(parser)
         parser.set_defaults(verb=functools.partial(switch_recording, on=on))
 
 
@@ -41,13 +41,13 @@ def switch_recording(options: argparse.Namespace, host: list[str], *, on: bool) 
     """
     missing = False
     with client.find_runs(options.run) as runs:
-        several = [run for run in runs if run.living]
+        several = [run for run in runs if run.living_processes]
         if len(several) > 1 and not (options.all or _confirm_change_of_all_runs(several, on=on)):
             return 2
         for run in runs:
-            pids = [] if run.problem else [member.pid for member in run.living]
+            pids = [] if run.problem else [member.pid for member in run.living_processes]
             if not pids:
-                print_remark(run.name, run.problem or run.none_joined_text or "none of its processes lives")
+                print_remark(run.name, run.problem or run.empty_run_text or "none of its processes lives")
             answers = dict(client.send_request(run, Request(records=on)._asdict(), pids, options.wait)) if pids else {}
             for pid in pids:
                 print(f"{pid}: {_describe_answer(answers.get(pid))}")
@@ -90,7 +90,7 @@ def _add_reload(verbs: Verbs) -> None:
         "--pid", type=read_count, metavar="N", help="only this process; P may be another profile of the same service"
     )
     parser.add_argument("--run", metavar=PROCESSES, help=f"only the processes of this run: {RUN}")
-    add_wait(parser)
+    add_wait_option(parser)
     parser.set_defaults(verb=reload_profile)
 
 
@@ -102,7 +102,7 @@ def reload_profile(options: argparse.Namespace, host: list[str]) -> int:
         # A process may have the service's name of a variable of its own; the variable here says which is meant.
         service = profile.service if profile.origins.get("service") == "OTEL_SERVICE_NAME" else None
         request = Request(str(Path(options.profile).absolute()), service, switch=options.pid is not None)
-    answers = _request_answers(request, options)
+    answers = _request_reload(request, options)
     other_by_pid = {pid: str(answer["other"]) for pid, answer in answers.items() if answer and answer.get("other")}
     for pid, profile_there in other_by_pid.items():
         hint = "" if request.switch else f"; --pid {pid} gives it another file of its service"
@@ -123,7 +123,7 @@ def reload_profile(options: argparse.Namespace, host: list[str]) -> int:
     return int(any(answer is None or bool(answer.get("refused")) for answer in answers.values()))
 
 
-def _request_answers(request: Request, options: argparse.Namespace) -> dict[str, Answer | None]:
+def _request_reload(request: Request, options: argparse.Namespace) -> dict[str, Answer | None]:
     answers: dict[str, Answer | None] = {}
     try:
         with client.find_runs(options.run if options.pid is None else str(options.pid)) as runs:

@@ -64,7 +64,7 @@ def _read_amount(text: str, units: Mapping[str, int], example: str) -> int:
 def read_view_names(text: str) -> list[str]:
     views = text.split(",")
     for view in views:
-        _refuse_unknown(view, VIEWS)
+        _refuse_unknown_name(view, VIEWS)
     return views
 
 
@@ -72,13 +72,13 @@ def choice_arguments(names: Iterable[str]) -> dict[str, Any]:
     choices = tuple(names)
 
     def parse_choice(text: str) -> str:
-        _refuse_unknown(text, choices)
+        _refuse_unknown_name(text, choices)
         return text
 
     return {"type": parse_choice, "choices": choices}
 
 
-def _refuse_unknown(text: str, names: Collection[str]) -> None:
+def _refuse_unknown_name(text: str, names: Collection[str]) -> None:
     if text not in names:
         raise argparse.ArgumentTypeError(f"found {text!r}; allowed: {', '.join(names)}{suggest_name(text, names)}")
 
@@ -105,11 +105,11 @@ WAIT_S = 5.0
 """The default number of seconds to wait for the answers of all processes."""
 
 
-def add_run(parser: argparse.ArgumentParser, default: str = "the only one") -> None:
+def add_run_argument(parser: argparse.ArgumentParser, default: str = "the only one") -> None:
     parser.add_argument("run", nargs="?", metavar=PROCESSES, help=f"{RUN} (default: {default})")
 
 
-def add_wait(parser: argparse.ArgumentParser) -> None:
+def add_wait_option(parser: argparse.ArgumentParser) -> None:
     about = f"seconds to wait for the answers (default: {WAIT_S:g})"
     parser.add_argument("--wait", type=read_seconds, default=WAIT_S, metavar="S", help=about)
 
@@ -124,7 +124,7 @@ def add_table_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help=about)
 
 
-def table_options(options: argparse.Namespace) -> dict[str, Any]:
+def read_table_options(options: argparse.Namespace) -> dict[str, Any]:
     most = None if options.json or options.rows == ALL else MOST
     return {"unit": options.unit, "rows": options.rows or None, "most": most}
 

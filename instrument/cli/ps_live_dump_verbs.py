@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from instrument.agent import client
 from instrument.cli import print_json, print_remark
-from instrument.cli.convert_merge_query_recover_verbs import choose_form_by_suffix, write_trace
-from instrument.cli.inputs import merge_saved
-from instrument.cli.option_values import Verbs, add_run, read_seconds, read_time_ns
+from instrument.cli.convert_merge_query_recover_verbs import choose_format, write_trace
+from instrument.cli.inputs import merge_saved_files
+from instrument.cli.option_values import Verbs, add_run_argument, read_seconds, read_time_ns
 from instrument.errors import InstrumentError, TraceError
 from instrument.report.table import printable
 
@@ -34,7 +34,7 @@ def add_verbs(verbs: Verbs) -> None:
 
 def _add_ps(verbs: Verbs) -> None:
     parser = verbs.add_parser("ps", help="list running services and their processes, with calls, cost and losses")
-    add_run(parser, "all")
+    add_run_argument(parser, "all")
     parser.add_argument("--json", action="store_true", help="print one JSON document, with times in ns")
     parser.set_defaults(verb=list_processes)
 
@@ -46,8 +46,8 @@ def list_processes(options: argparse.Namespace, host: list[str]) -> int:
         screens = [(run, LiveSampler(run.name).make_screen(run.members, run.folded)) for run in runs]
     if options.json:
         documents = [
-            {"run": run.name, "agent": run.agent, "problem": run.problem or run.none_joined_text, "unseen": run.unseen,
-             **screen.document()}
+            {"run": run.name, "agent": run.agent, "problem": run.problem or run.empty_run_text, "unseen": run.unseen,
+             **screen.make_document()}
             for run, screen in screens
         ]  # fmt: skip
         print_json({"runs": documents})
@@ -59,7 +59,7 @@ def list_processes(options: argparse.Namespace, host: list[str]) -> int:
             print(line)
         if run.folded:
             print(f"and {run.folded} more that ended before")
-        for problem in filter(None, [run.none_joined_text, run.unseen, *screen.problems]):
+        for problem in filter(None, [run.empty_run_text, run.unseen, *screen.problems]):
             print(printable(problem))
     return 0
 
@@ -69,7 +69,7 @@ EVERY_S = 1.0
 
 def _add_live(verbs: Verbs) -> None:
     parser = verbs.add_parser("live", help="show the requests that are being served, and the functions with most time")
-    add_run(parser)
+    add_run_argument(parser)
     about = f"seconds between two screens (default: {EVERY_S:g})"
     parser.add_argument("--every", type=read_seconds, default=EVERY_S, metavar="S", help=about)
     parser.add_argument(
@@ -84,7 +84,7 @@ def show_live(options: argparse.Namespace, host: list[str]) -> int:
     screen = next(screens)
     if options.once or options.json or not sys.stdout.isatty():
         for shown_screen in chain([screen], screens):
-            text = json.dumps(shown_screen.document()) if options.json else "\n".join(shown_screen.lines())
+            text = json.dumps(shown_screen.make_document()) if options.json else "\n".join(shown_screen.lines())
             print(text, flush=True)
             if options.once:
                 break
@@ -114,7 +114,7 @@ def _read_screens(options: argparse.Namespace) -> Iterator[Screen]:
     for number in count():
         try:
             with client.find_runs(options.run, memory=True) as runs:
-                run = client.single_run("live", runs)
+                run = client.require_single_run("live", runs)
                 if not sampler.shows_run(run.name):
                     sampler = LiveSampler(run.name)
                 screen = sampler.make_screen(run.members, run.folded)
@@ -122,13 +122,13 @@ def _read_screens(options: argparse.Namespace) -> Iterator[Screen]:
             if not number:
                 raise
             return  # it is over
-        yield replace(screen, problems=(run.none_joined_text,)) if run.none_joined_text else screen
+        yield replace(screen, problems=(run.empty_run_text,)) if run.empty_run_text else screen
         time.sleep(options.every)
 
 
 def _add_dump(verbs: Verbs) -> None:
     parser = verbs.add_parser("dump", help="save the newest spans of a running service")
-    add_run(parser)
+    add_run_argument(parser)
     parser.add_argument(
         "--last", type=read_time_ns, metavar="T", help="save only spans that ended in this time, such as 10s"
     )
@@ -142,9 +142,9 @@ def _add_dump(verbs: Verbs) -> None:
 
 def save_run(options: argparse.Namespace, host: list[str]) -> int:
     run = read_run("dump", options.run, options.last)
-    saved = merge_saved(run.read)
+    saved = merge_saved_files(run.read)
     path = Path(options.output or f"{run.name}-dump.npz")
-    write_trace(path, choose_form_by_suffix(path), saved)
+    write_trace(path, choose_format(path), saved)
     print(f"{path}: {len(saved.trace.columns)} spans of {run.processes_text}")
     return 0
 
@@ -173,23 +173,23 @@ class RunRead(NamedTuple):
 
 def read_run(verb: str, name: str | None, last_ns: int | None = None) -> RunRead:
     with client.find_runs(name, memory=True) as runs:
-        run = client.single_run(verb, runs)
+        run = client.require_single_run(verb, runs)
         now_ns = time.monotonic_ns()
         since_ns = 0 if last_ns is None else max(now_ns - last_ns, 0)
         read: list[Saved] = []
         for member in (member for member in run.members if member.memory >= 0 or member.lives):
             try:
-                read.append(_read_memory(member.memory, since_ns, now_ns))
+                read.append(_read_recording(member.memory, since_ns, now_ns))
             except TraceError as problem:
                 print_remark(verb, f"process {member.pid}", problem)
         ended = run.folded + sum(member.memory < 0 and not member.lives for member in run.members)
     if not read:
-        why = run.none_joined_text or "no recording of its processes can be read"
+        why = run.empty_run_text or "no recording of its processes can be read"
         raise InstrumentError(f"{verb}: {run.name}: {why}")
-    return RunRead(run.name, read, ended, bool(run.living))
+    return RunRead(run.name, read, ended, bool(run.living_processes))
 
 
-def _read_memory(memory: int, since_ns: int, end_ns: int) -> Saved:
+def _read_recording(memory: int, since_ns: int, end_ns: int) -> Saved:
     from instrument.recording.mapped import Mapped
     from instrument.trace.of_recording import read_spans_and_tally
 

@@ -20,7 +20,7 @@ from instrument.cli.inputs import (
     import_file_libraries,
     limit_memory,
     memory_limit_bytes,
-    merge_saved,
+    merge_saved_files,
     read_file,
 )
 from instrument.cli.option_values import (
@@ -29,9 +29,9 @@ from instrument.cli.option_values import (
     choice_arguments,
     read_count,
     read_count_or_zero,
+    read_table_options,
     read_time_ns,
     read_view_names,
-    table_options,
 )
 from instrument.cli.ps_live_dump_verbs import RunRead, read_run
 from instrument.errors import InstrumentError
@@ -159,7 +159,7 @@ def _print_views(options: argparse.Namespace, run: RunRead | None = None) -> int
     from instrument.report.section import default_views, format_summary, summary_document
     from instrument.report.view import Options, make_json_values
 
-    values = {field.name: getattr(options, field.name, None) for field in fields(Options)} | table_options(options)
+    values = {field.name: getattr(options, field.name, None) for field in fields(Options)} | read_table_options(options)
     values["requests_by"] = None if options.by == PROCESS else options.by
     values["most"] = None if options.html is not None else values["most"]
     views, chosen = options.view or default_views(values), Options.from_mapping(values)
@@ -219,14 +219,14 @@ def _load_recordings_to_report(
             yield (
                 f"Process: {make_process_label(of_process[0])}",
                 {"process": facts},
-                Recording.of_saved(merge_recordings(of_process).saved),
+                Recording.from_file(merge_recordings(of_process).saved),
             )
         return
     merged = merge_recordings(files, by_wall_clock=options.clock == WALL)
     facts = {"merged": {name: getattr(merged, name) for name in ("files", "processes", "runs", "clock", "apart_ns")}}
     if run is not None:
         facts = {"run": run.name, "is_going": run.is_going, **facts}
-    yield merged.header if run is None else run.header_line, facts, Recording.of_saved(merged.saved)
+    yield merged.header if run is None else run.header_line, facts, Recording.from_file(merged.saved)
 
 
 def _read_recording(path: str, torch_trace: str | None) -> Recording:
@@ -236,7 +236,7 @@ def _read_recording(path: str, torch_trace: str | None) -> Recording:
     saved = read_file(path)
     if torch_trace:
         saved = replace(saved, trace=chrome.join_torch_trace(saved.trace, read_file(torch_trace).trace))
-    return Recording.of_saved(saved)
+    return Recording.from_file(saved)
 
 
 def _add_explain(verbs: Verbs) -> None:
@@ -270,12 +270,12 @@ def explain(options: argparse.Namespace, host: list[str]) -> int:
     from instrument.report import explanation
     from instrument.report.view import Options, Recording, make_json_values
 
-    chosen = Options(**table_options(options), requests_by=options.by or "")
+    chosen = Options(**read_table_options(options), requests_by=options.by or "")
     choice = explanation.RequestChoice(
         options.request, options.slowest, options.endpoint or "", options.since, options.until
     )
     with limit_memory("explain", options.traces, options.memory):
-        recording = Recording.of_saved(merge_saved(list(map(read_file, options.traces)), options.clock))
+        recording = Recording.from_file(merge_saved_files(list(map(read_file, options.traces)), options.clock))
         explanations = explanation.explain(recording, choice, chosen)
     is_inconclusive = any(item.verdict == explanation.INCONCLUSIVE for item in explanations)
     code = INCONCLUSIVE if is_inconclusive else 0

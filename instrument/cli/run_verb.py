@@ -87,7 +87,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
     # A run within another has its own agent.
     elif "INSTRUMENT_RUN_PID" in os.environ or not environ.get(agent_socket.VARIABLE):
         listener = _open_socket_for_agent(environ, name)
-        if (place := agent_socket.shared_file(shared_profile.NAME, environ)) is not None:
+        if (place := agent_socket.find_shared_file(shared_profile.NAME, environ)) is not None:
             shared_profile.write_shared_profile(
                 place, replace(profile, source=environ["INSTRUMENT_PROFILE"]), consulted
             )
@@ -116,7 +116,7 @@ def _name_run() -> str:
 def _open_socket_for_agent(environ: dict[str, str], run: str) -> socket.socket | None:
     environ.pop(agent_socket.VARIABLE, None)
     try:
-        listener = agent_socket.prepare_run(run)
+        listener = agent_socket.create_run_socket(run)
     except OSError as error:
         print_remark("this run has no agent", error)
         return None
@@ -188,7 +188,7 @@ def run_under_agent(listener: socket.socket, run: str, words: Sequence[str], env
     status, agent = _supervise_service(service, agent, path, run)
     _kill_all_but_agent(agent)
     if agent:
-        _await_agent(agent, time.monotonic() + AGENT_WAIT_S)
+        _await_agent_end(agent, time.monotonic() + AGENT_WAIT_S)
     agent_socket.remove_run_folder(path.parent)
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
 
@@ -247,7 +247,7 @@ def _kill_all_but_agent(agent: int) -> None:
                     os.kill(int(path.name), signal.SIGKILL)
 
 
-def _await_agent(agent: int, until: float) -> None:
+def _await_agent_end(agent: int, until: float) -> None:
     while (left_s := until - time.monotonic()) > 0:
         if agent in [pid for pid, _ in _reap_children()]:
             return

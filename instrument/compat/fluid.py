@@ -91,9 +91,9 @@ def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PR
             profiled = None if run.torch is None else run.torch.end()
             is_whole = trace.coverage[0] == trace.start_ns
             if profiled is not None and (is_whole or not run.counts_all):
-                recording = Recording.of_trace(profiled.add_to_trace(trace))
+                recording = Recording.from_trace(profiled.add_to_trace(trace))
             else:
-                recording = run.session.recording() if run.counts_all else Recording.of_trace(trace)
+                recording = run.session.recording() if run.counts_all else Recording.from_trace(trace)
             options = Options(tracer_option=run.tracer_option, state=run.state, sorted_by=sorted_key or "default")
             print(_report_text(recording, options), flush=True)
             if profile_path is not None:

@@ -26,7 +26,7 @@ from instrument.native import OFF
 from instrument.profile.model import VIEWS
 from instrument.recorder.recorder import RECORDER, Scope
 from instrument.recording.tally import Tally
-from instrument.report.benchmark_view import Benchmark, show_benchmark
+from instrument.report.benchmark_view import Benchmark, make_view
 from instrument.report.section import format_summary
 from instrument.report.view import Options, Recording
 from instrument.runtime.faults import logger
@@ -229,7 +229,7 @@ class _Summary:
             )
             texts.append(format_summary([view.value for view in views], recording, options))
         if steps is not None:
-            texts.append("\n".join(show_benchmark(steps, Options(unit=time_unit)).lines()))
+            texts.append("\n".join(make_view(steps, Options(unit=time_unit)).lines()))
         text = "\n".join(texts)
         print(text, flush=True)
         return text
@@ -311,7 +311,7 @@ class Profiler(_Summary, _Profiler):  # type: ignore[misc]
         was_running = self._is_running
         super()._stop()
         if was_running and not OFF and self._benchmark.measure_loop_times().steps:
-            print("\n".join(show_benchmark(self._benchmark, Options()).lines()), flush=True)
+            print("\n".join(make_view(self._benchmark, Options()).lines()), flush=True)
 
     def export(self, path: str | os.PathLike[str], format: str = "json") -> Path:
         """Write the newest window as a Chrome trace. Raises `ProfileError` if `format` is not "json"."""
@@ -322,7 +322,7 @@ class Profiler(_Summary, _Profiler):  # type: ignore[misc]
         return super().export(path)
 
     def _spans_and_step_times(self) -> tuple[Recording | None, Benchmark | None]:
-        return None if self.window is None else Recording.of_trace(self.window.trace), self._benchmark
+        return None if self.window is None else Recording.from_trace(self.window.trace), self._benchmark
 
 
 Handler = Callable[[Profiler], object] | InBackground
@@ -337,7 +337,7 @@ class ProfilerResult(_Summary):
         self.tally = tally
 
     def _spans_and_step_times(self) -> tuple[Recording | None, Benchmark | None]:
-        return Recording.of_trace(self.trace, lambda: self.tally), None
+        return Recording.from_trace(self.trace, lambda: self.tally), None
 
 
 def load_profiler_result(file_name: str | os.PathLike[str]) -> ProfilerResult:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 
 from instrument.errors import ProfileError
 from instrument.recording.spans import Span, is_operator
-from instrument.report.benchmark_view import OPTIMIZER, phase_of
+from instrument.report.benchmark_view import OPTIMIZER, find_phase
 from instrument.report.operators_view import IN_ORDER, operators
 from instrument.report.phases_view import phases, propagation_lines
 from instrument.report.table import format_six_digits, printable
@@ -100,24 +100,24 @@ class Device:
     def _report_lines(self, session: Session) -> list[str]:
         options = Options(tracer_option="AllOpDetail", skip_first=self.skip_iteration)
         trace = self._trace_with_iterations(session)
-        recording = Recording.of_trace(trace)
+        recording = Recording.from_trace(trace)
         if self.verbosity == 1:
             view = phases(recording, options)
-            return [*propagation_lines(view.mean_ns), self._count_text(view.timed if view.of == "step" else 0)]
+            return [*propagation_lines(view.mean_ns), self._format_count(view.timed if view.of == "step" else 0)]
         if any(is_operator(span.site) for span in trace.spans):
-            means, timed = _mean_times(trace, self.skip_iteration)
+            means, timed = _compute_mean_times(trace, self.skip_iteration)
             shown = [(at, *item) for at, item in enumerate(means.items()) if self._prints_kind(item[0][1])]
             return [
                 *(_format_operator_line(at, name, mean_ns) for at, (name, *_), mean_ns in shown),
-                self._count_text(timed),
+                self._format_count(timed),
             ]
         order = operators(recording, options).in_order
         if order is None:
-            return [self._count_text(0)]
+            return [self._format_count(0)]
         listed = [item for item in order.operators if item.total_ns and self._prints_kind(item.kind)]
         return [
             *(_format_operator_line(item.number, item.name, item.mean_ns) for item in listed),
-            self._count_text(order.timed),
+            self._format_count(order.timed),
         ]
 
     def _prints_kind(self, kind: str) -> bool:
@@ -138,7 +138,7 @@ class Device:
             self._cut_note = f"; torch.profiler was on for these alone: {profiled.cut}" if profiled.cut else ""
         return trace
 
-    def _count_text(self, count: int) -> str:
+    def _format_count(self, count: int) -> str:
         why = self._cut_note if self.verbosity > 1 else ""
         if not count and not self._ended:
             why = f"; call EndIteration() after each, or use torch; the first {self.skip_iteration} are skipped"
@@ -150,7 +150,7 @@ def _split_iterations(trace: Trace) -> list[Step]:
     step. Without such passes, each forward pass is an iteration."""
     by_thread: dict[int, list[tuple[Span, str]]] = {}
     for span in trace.spans:
-        phase = phase_of(span.site)
+        phase = find_phase(span.site)
         if phase in ("forward", "backward", OPTIMIZER) and not span.clipped:
             by_thread.setdefault(span.thread_id, []).append((span, phase))
     steps: list[Step] = []
@@ -169,7 +169,7 @@ def _split_iterations(trace: Trace) -> list[Step]:
     return steps
 
 
-def _mean_times(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float], int]:
+def _compute_mean_times(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float], int]:
     """Return the mean time of each operator in the order of execution, and the number of timed iterations.
 
     The key of a time is the name and the kind of the operator, and the number of earlier calls in the iteration.

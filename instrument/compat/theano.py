@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from instrument.errors import ProfileError
 from instrument.instrumentors.functions import profiled
-from instrument.instrumentors.targets import recording_site
+from instrument.instrumentors.targets import read_own_site
 from instrument.native import OFF
 from instrument.recording.paths import NOT_BELOW, CallPath
 from instrument.recording.spans import Site, is_operator
@@ -116,12 +116,12 @@ class ProfileStats:
     def calls(self) -> int:
         """The number of calls of the functions, including calls whose spans are lost. Only the outermost of nested
         calls counts."""
-        return _sum_outermost_calls(self._tally()).calls
+        return _sum_outermost_calls(self._make_tally()).calls
 
     @property
     def call_ns(self) -> int:
         """The time of all calls that count in `calls`, in nanoseconds."""
-        return _sum_outermost_calls(self._tally()).total_ns
+        return _sum_outermost_calls(self._make_tally()).total_ns
 
     def summary(
         self, file: TextIO | None = None, n_ops_to_print: int | None = None, n_apply_to_print: int | None = None
@@ -143,19 +143,19 @@ class ProfileStats:
         lines = ["Function profiling", "==================", f"  Message: {printable(self.message or '')}"]
         if OFF:
             return "\n".join([*lines, "", process.SWITCHED_OFF]) + "\n"
-        tally, torch_tally = self._tally(), _select_calls_below(_end_torch_recording(), self._sites)
+        tally, torch_tally = self._make_tally(), _select_calls_below(_end_torch_recording(), self._sites)
         lines.append(f"  Time in {self.calls} calls to Function.__call__: {self.call_ns / 1e9:e}s")
         if torch_tally.calls:
             tally = torch_tally
             outermost = _sum_outermost_calls(torch_tally)
             calls_ns, calls = outermost.total_ns, outermost.calls
-            work_ns = sum(row.totals.self_ns for row in torch_tally.rows() if is_operator(row.path[-1]))
+            work_ns = sum(row.totals.self_ns for row in torch_tally.iterate_totals() if is_operator(row.path[-1]))
             lines.append(f"  Time in thunks: {work_ns / 1e9:e}s ({100 * work_ns / (calls_ns or 1):.3f}%)")
             if calls < self.calls:
                 lines.append(f"  Thunks, classes, ops and instances: of the first {calls}, with torch.profiler")
         return "\n".join([*lines, "", *_format_sections(tally, rows, instances)]) + "\n"
 
-    def _tally(self) -> Tally:
+    def _make_tally(self) -> Tally:
         return Tally() if OFF else _select_calls_below(process.session().tally(), self._sites)
 
 
@@ -176,7 +176,7 @@ class _TorchRun:
         self._since_ns = 0
         self.tally = Tally()
 
-    def begin(self) -> None:
+    def begin_profiler(self) -> None:
         """Begin torch.profiler, if torch is imported. Only the first call has an effect."""
         profiler = self.profiler
         if profiler is None or self._since_ns:
@@ -185,7 +185,7 @@ class _TorchRun:
         if profiler.is_at_work:
             self._since_ns = time.monotonic_ns()
 
-    def end(self) -> Tally:
+    def end_profiler(self) -> Tally:
         """End torch.profiler. Return the tally of the calls while torch.profiler was on, including torch's
         operators."""
         profiler = self.profiler
@@ -196,7 +196,7 @@ class _TorchRun:
                 trace = profiled.add_to_trace(self.session.trace_of(self.session.take(self._since_ns, profiled.end_ns)))
                 if any(is_operator(span.site) for span in trace.spans):
                     whole = [span for span in trace.spans if not span.clipped]
-                    self.tally = Recording.of_trace(replace(trace, spans=whole)).tally
+                    self.tally = Recording.from_trace(replace(trace, spans=whole)).tally
         return self.tally
 
 
@@ -233,14 +233,14 @@ def function(
         if OFF:
             off: Function = _attach_profile(recorded, stats)
             return off
-        site = recording_site(recorded)
+        site = read_own_site(recorded)
         if site is not None:
             with _lock:
                 _function_counts[site.key] += 1
                 number = _function_counts[site.key]
             if number > 1:  # another function of a factory, or of the same line, with the same site
                 recorded = profiled(f"{site.name} ({number})")(target)
-                site = recording_site(recorded)
+                site = read_own_site(recorded)
         if site is None:
             return recorded
         stats._add_site(site)
@@ -248,7 +248,7 @@ def function(
             if stats not in _profiles:
                 _profiles.append(stats)
             _begin_session()
-            recorded = _begin_torch_on_call(recorded)
+            recorded = _profile_first_call(recorded)
         recorded.profile = stats  # type: ignore[attr-defined]
         return recorded
 
@@ -274,19 +274,19 @@ def _begin_session() -> None:
     atexit.register(_print_at_exit)  # before the session's own end, which was registered earlier
 
 
-def _begin_torch_on_call(target: Function) -> Function:
+def _profile_first_call(target: Function) -> Function:
     torch = _torch
     if torch is None or torch.profiler is None:
         return target
     if not inspect.isfunction(target) or any(
         kind(target) for kind in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
     ):
-        torch.begin()
+        torch.begin_profiler()
         return target
 
     @functools.wraps(target)
     def run_first_call(*args: Any, **kwargs: Any) -> Any:
-        torch.begin()
+        torch.begin_profiler()
         return target(*args, **kwargs)
 
     return run_first_call  # type: ignore[return-value]
@@ -294,11 +294,11 @@ def _begin_torch_on_call(target: Function) -> Function:
 
 def _end_torch_recording() -> Tally:
     with _lock:
-        return Tally() if _torch is None or _torch.session is not process.session() else _torch.end()
+        return Tally() if _torch is None or _torch.session is not process.session() else _torch.end_profiler()
 
 
 def _print_at_exit() -> None:
-    if process.is_running():
+    if process.is_session_running():
         FAULTS.attempt("profiles at exit", lambda: _print_text(report()))
 
 
@@ -350,8 +350,8 @@ def _raise_missing_trace() -> Trace:
 def _select_calls_below(tally: Tally, sites: Collection[Site], root: Site | None = None) -> Tally:
     keys_of_sites = {site.key for site in sites}
 
-    def path_below(path: CallPath) -> CallPath | None:
+    def cut_path(path: CallPath) -> CallPath | None:
         first = next((depth for depth, site in enumerate(path) if site.key in keys_of_sites), None)
         return None if first is None else path[first:] if root is None else (root, *path[first + 1 :])
 
-    return tally.change_paths(path_below)
+    return tally.change_paths(cut_path)

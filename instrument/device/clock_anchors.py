@@ -19,17 +19,11 @@ from instrument.runtime.cheap_start import NamedTuple
 BURST = 5
 POLLS = 200
 READ_NS = 200_000
-"""The limits of a measurement: `BURST` readings per anchor, `POLLS` polls per reading, and `READ_NS` ns per reading.
-
-A device that exceeds a limit is busy.
-"""
+"""The maximum ns for one reading of a device's clock. A slower device counts as busy."""
 
 ANCHOR_NS = 10**9
 ANCHOR_PAUSE_NS = 10**7
-"""The ns between two anchors (`ANCHOR_NS`), and the first pause in ns after a failed attempt on a busy device.
-
-Each further failure doubles the pause.
-"""
+"""The first pause in ns after a busy device allowed no anchor. Each further failure doubles the pause."""
 
 ANCHORS_KEPT = 16
 FARTHEST_NS = 4 * 10**9
@@ -46,10 +40,10 @@ DRIFT = OSCILLATORS + SLEW
 """The assumed drift between a device's clock and the host's until a second anchor measures it."""
 
 WANDER = 10e-6
-"""The maximum change of the ratio of two oscillators' rates within seconds (10 ppm), due to temperature."""
+"""The maximum relative change in the rates of two oscillators within seconds."""
 
 JUMP = 2e-3
-"""The deviation of a clock's rate from 1 above which the clock must have been set or stopped."""
+"""A clock was set or stopped if its rate deviates from 1 by more than this."""
 
 READINGS = 3
 
@@ -155,7 +149,7 @@ class Anchors:
             error, event = self.take_spare_event()
             if error:
                 return int(error)
-            error, before_ns, after_ns = self._read_anchor(event)
+            error, before_ns, after_ns = self._measure_event_times(event)
             if error:
                 self._spare.append(event)
                 if error == driver.NOT_READY:
@@ -170,10 +164,10 @@ class Anchors:
                 self._spare.append(event)
         return self._add_anchor(best) if best is not None else 0
 
-    def _read_anchor(self, event: Any) -> tuple[int, int, int]:
+    def _measure_event_times(self, event: Any) -> tuple[int, int, int]:
         driver = self._driver
         if self._reading is not None:
-            return self._reading(driver.handle(event), self._stream, READ_NS)
+            return self._reading(driver.read_handle(event), self._stream, READ_NS)
         before_ns = self._now()
         error = self._record_event(event) or self._poll_until_happened(event)
         return error, before_ns, self._now()
@@ -181,7 +175,7 @@ class Anchors:
     def _poll_until_happened(self, event: Any) -> int:
         driver = self._driver
         for _ in range(POLLS):
-            error = int(driver.query(event))
+            error = int(driver.query_event(event))
             if error != driver.NOT_READY:
                 return error
         return int(driver.NOT_READY)
@@ -196,7 +190,7 @@ class Anchors:
         return (0, self._spare.pop()) if self._spare else self._driver.new_event()
 
     def _record_event(self, event: Any) -> int:
-        return max(-int(self._driver.mark(self._driver.handle(event), self._stream)), 0)
+        return max(-int(self._driver.mark(self._driver.read_handle(event), self._stream)), 0)
 
     def _measure_clock_difference(self) -> Lead:
         readings = []

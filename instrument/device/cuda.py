@@ -186,7 +186,7 @@ class CudaDriver:
             return int(code[0]) if code else UNKNOWN, None
         return int(error), values[0] if len(values) == 1 else values
 
-    def current(self) -> int:
+    def find_context(self) -> int:
         error, context = self._call_driver(self._driver.cuCtxGetCurrent)
         return 0 if error else int(context)
 
@@ -211,22 +211,22 @@ class CudaDriver:
         self._call_driver(driver.cuDevicePrimaryCtxRelease, handle)
         return int(context)
 
-    def capture(self, stream: int) -> int:
+    def check_capture(self, stream: int) -> int:
         """Return `CAPTURING` if a CUDA graph captures the stream, otherwise the driver's error code or 0."""
         error, status = self._call_driver(self._driver.cuStreamIsCapturing, stream)
         return error or (CAPTURING if status else 0)
 
-    def device_of(self, stream: int) -> int:
+    def find_device(self, stream: int) -> int:
         """Return the device index of a stream, or -1 on an error. A default stream belongs to the current device."""
         if stream <= PER_THREAD:
             return self.current_device()
         error, context = self._call_driver(self._driver.cuStreamGetCtx, stream)
-        if error or self.push(int(context)):
+        if error or self.push_context(int(context)):
             return -1
         try:
             return self.current_device()
         finally:
-            self.pop()
+            self.pop_context()
 
     def run_relaxed(self, make: Callable[[], T]) -> T:
         """Call a function that creates events or streams, without breaking the capture of a CUDA graph."""
@@ -239,16 +239,16 @@ class CudaDriver:
             if not error:
                 self._call_driver(exchange, mode)
 
-    def push(self, context: int) -> int:
-        """Make a context current on the calling thread until `pop` is called."""
+    def push_context(self, context: int) -> int:
+        """Make a context current on the calling thread until `pop_context` is called."""
         return self._call_driver(self._driver.cuCtxPushCurrent, context)[0]
 
-    def pop(self) -> None:
+    def pop_context(self) -> None:
         self._call_driver(self._driver.cuCtxPopCurrent)
 
     # ---------------------------------------------------------------- on the resolver's thread
 
-    def bind(self, context: int) -> int:
+    def bind_context(self, context: int) -> int:
         """Make a context current on the calling thread permanently, in a mode that does not break the capture of a CUDA
         graph.
 
@@ -264,7 +264,7 @@ class CudaDriver:
     def new_event(self) -> tuple[int, Any]:
         return self._call_driver(self._driver.cuEventCreate, 0)
 
-    def handle(self, event: Any) -> int:
+    def read_handle(self, event: Any) -> int:
         """Return the number that `mark` accepts for an event."""
         return int(event)
 
@@ -283,16 +283,16 @@ class CudaDriver:
     def destroy_stream(self, stream: int) -> None:
         self._call_driver(self._driver.cuStreamDestroy, stream)
 
-    def query(self, event: Any) -> int:
+    def query_event(self, event: Any) -> int:
         return self._call_driver(self._driver.cuEventQuery, event)[0]
 
-    def reading(self, recorder: Any, now: Callable[[], int]) -> Reading | None:
+    def make_event_reader(self, recorder: Any, now: Callable[[], int]) -> Reading | None:
         """Return a function that records an event and polls for it. Return None if `now` is not the clock of the
         recorder."""
         read = getattr(recorder, "read_event", None)
         return None if read is None or now != recorder.now_ns else functools.partial(read, self._record, self._query)
 
-    def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
+    def measure_pairs(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
         """Return the error code, the length and the start of each pair of events. The list ends before the first
         unfinished pair.
 
@@ -331,7 +331,7 @@ COPIES = ("host_to_device", "device_to_host", "device_to_device")
 """The functions of numba's driver module that copy memory."""
 
 
-def find_current_stream_of_torch(torch: Any) -> Current | None:
+def make_torch_reader(torch: Any) -> Current | None:
     """Return a function that returns torch's current stream. Return None for a torch without CUDA."""
     native = getattr(torch, "_C", None)
     raw, device = getattr(native, "_cuda_getCurrentRawStream", None), getattr(native, "_cuda_getDevice", None)
@@ -339,29 +339,29 @@ def find_current_stream_of_torch(torch: Any) -> Current | None:
         return None
     is_initialized = torch.cuda.is_initialized
 
-    def current(index: int | None = None) -> Stream | None:
+    def read_torch_stream(index: int | None = None) -> Stream | None:
         if not is_initialized():
             return None
         if index is None:
             index = device()
         return index, raw(index)
 
-    return current
+    return read_torch_stream
 
 
-def find_current_stream_of_cupy(cupy: Any, has_context: Callable[[], bool]) -> Current:
+def make_cupy_reader(cupy: Any, has_context: Callable[[], bool]) -> Current:
     """Return a function that returns cupy's current stream, or None while no CUDA context exists.
 
     Without a context, cupy is not asked, because it would create one.
     """
     stream, device = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice
 
-    def current(index: int | None = None) -> Stream | None:
+    def read_cupy_stream(index: int | None = None) -> Stream | None:
         if not has_context():
             return None
         return (device(), stream().ptr) if index is None else (index, stream(index).ptr)
 
-    return current
+    return read_cupy_stream
 
 
 class NumbaStreams:
@@ -371,7 +371,7 @@ class NumbaStreams:
         self._driver = driver
         self._thread = threading.local()
 
-    def current(self, _: int | None = None) -> Stream | None:
+    def find_last_stream(self, _: int | None = None) -> Stream | None:
         """Return the stream that the calling thread last used with numba.
 
         Before the first use nothing is timed. An event on the default stream would make later work wait for every
@@ -393,17 +393,17 @@ class NumbaStreams:
             if hasattr(owner, function)
         ]
 
-        def undo() -> None:
+        def unwrap_numba() -> None:
             for back in reversed(undos):
                 back()
 
-        return undo
+        return unwrap_numba
 
     def _wrap_to_note_stream(self, owner: Any, name: str, place: int) -> Callable[[], None]:
         function, thread, default = getattr(owner, name), self._thread, self._driver.default_stream
 
         @functools.wraps(function)
-        def noting(*args: Any, **kwargs: Any) -> Any:
+        def call_and_note(*args: Any, **kwargs: Any) -> Any:
             try:
                 stream = args[place] if len(args) > place else kwargs.get("stream", 0)
                 thread.stream = stream_handle(stream) or default
@@ -411,13 +411,13 @@ class NumbaStreams:
                 FAULTS.note("numba's streams", fault)
             return function(*args, **kwargs)
 
-        setattr(owner, name, noting)
+        setattr(owner, name, call_and_note)
 
-        def undo() -> None:
-            if getattr(owner, name, None) is noting:  # else a later wrapper still calls it
+        def unwrap_function() -> None:
+            if getattr(owner, name, None) is call_and_note:  # else a later wrapper still calls it
                 setattr(owner, name, function)
 
-        return undo
+        return unwrap_function
 
 
 def select_streams(places: Sequence[Stream]) -> Sequence[Stream]:
@@ -430,11 +430,11 @@ def select_streams(places: Sequence[Stream]) -> Sequence[Stream]:
     return [place for place in dict.fromkeys(places) if place[1] > 1 or place[0] not in devices]
 
 
-def find_current_stream_of_module(module: ModuleType, driver: Any, numba: NumbaStreams) -> Current | None:
+def make_stream_reader(module: ModuleType, driver: Any, numba: NumbaStreams) -> Current | None:
     if module.__name__ == "torch":
-        return find_current_stream_of_torch(module)
+        return make_torch_reader(module)
     if module.__name__ == "cupy":
-        return find_current_stream_of_cupy(module, lambda: bool(driver.current()))
+        return make_cupy_reader(module, lambda: bool(driver.find_context()))
     if module.__name__ == "numba.cuda":
-        return numba.current
+        return numba.find_last_stream
     return None

@@ -183,7 +183,7 @@ class Context:
                     driver.destroy_event(begin)
             if error:
                 return error
-            self.free.append(Pair(timer, self, begin, end, driver.handle(begin), driver.handle(end)))
+            self.free.append(Pair(timer, self, begin, end, driver.read_handle(begin), driver.read_handle(end)))
             self.made += 1
         return 0
 
@@ -214,19 +214,19 @@ class Context:
 
 
 STALE_NS = 10**6
-"""An interval is `stale` if its uncertainty exceeds this many ns and a tenth of its length."""
+"""The uncertainty in ns above which an interval is `stale`, if it also exceeds a tenth of the interval."""
 
 LAUNCH_NS = 20_000
-"""An interval that ends at most this many ns after its span is launch-bound. A launch takes 3 to 10 us."""
+"""A device interval that ends within this many ns after its span is labelled launch-bound."""
 
 SHORT = 20
-"""An interval shorter than this many empty intervals is launch-bound. The events take 5 % of this length."""
+"""A device interval shorter than this many empty intervals is labelled launch-bound."""
 
 RECENT = 256
 """The number of newest intervals per stream that are compared with other streams' intervals."""
 
 Answer = tuple[int, int, "int | None"]
-"""The measurement of a pair: the driver's error, the length in ns, and the start in ns after the newest anchor.
+"""The measurement of an event pair: error code, length in ns, and start in ns after the newest anchor.
 
 The start is None if unknown.
 """
@@ -336,14 +336,14 @@ class Placing:
     def _find_begin(self, context: Context, pair: Pair) -> int | None:
         place = pair.place
         if place is None:
-            if self._driver.query(pair.begin):
+            if self._driver.query_event(pair.begin):
                 return None
             place = self._compute_host_begin(context, pair, None, None, self._now())
         return None if place is None else place.at_ns
 
     def _pair_ends_after(self, pair: Pair, begun_ns: int, start_ns: int) -> bool:
         driver = self._driver
-        if not pair.end_ns or driver.query(pair.end_event):
+        if not pair.end_ns or driver.query_event(pair.end_event):
             return True
         error, device_ns = driver.elapsed_ns(pair.begin, pair.end_event)
         return not error and begun_ns + device_ns > start_ns

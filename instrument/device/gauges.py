@@ -74,14 +74,10 @@ EVERY_NS = 10**9
 """The default interval in ns between two readings of a gauge."""
 
 RARELY_NS = 10 * 10**9
-"""The minimum ns between two readings of a gauge that is expensive or changes slowly.
-
-Reading the list of a GPU's processes took 4.5 ms. Doing so every 25 ms delayed the threads that launched work (MangoHud
-2104).
-"""
+"""The minimum ns between two readings of a gauge that is expensive or changes slowly."""
 
 SHORTEST_NS = 100 * 10**6
-"""The minimum ns between a session's last two readings. Shares and rates would be inaccurate over a shorter time."""
+"""The minimum ns between the last two readings of a session."""
 
 SPOILT = "a fork came while it was in use; this child does not read GPUs"
 
@@ -93,14 +89,14 @@ Readout = Sequence[tuple[int, Values]]
 """The values of each device's gauges at one time."""
 
 _Read = Callable[[int, bool], "Readout | None"]
-"""A function that reads gauges at a given time. Its flag adds rare gauges. A result of None ends the readings."""
+"""A function of (time, flag for rare gauges) that reads gauges, or returns None after the last reading."""
 
 
 class GaugeSources:
     """Reads the gauges that the profile's `device` selects, for this process or another process.
 
-    Methods other than `prepare`, `gpus` and `notes` must be called on the same thread. They acquire the lock `inside`
-    for calls of NVML and of torch's allocator.
+    Methods other than `find_gauges`, `gpus` and `notes` must be called on the same thread. They acquire the lock
+    `inside` for calls of NVML and of torch's allocator.
     """
 
     _is_spoilt = False
@@ -126,7 +122,7 @@ class GaugeSources:
         self._just_read: list[Sample] = []
         self.inside = Lock()
 
-    def prepare(self) -> None:
+    def find_gauges(self) -> None:
         """Find the gauges that can be read. Raises an exception for a process that has ended."""
         nvml_ns, host_ns = self._settings.nvml_ns, self._settings.host_ns
         if nvml_ns is not None:
@@ -336,7 +332,7 @@ class Gauges(GaugeSources):
         is_outside = getattr(_forking, "gauges", None) is self
         self._is_spoilt = self._is_spoilt or (self._thread is not None and not is_outside)
         self._reset_state(self._settings)
-        self.prepare()
+        self.find_gauges()
         if begins:
             self.begin()
 
@@ -408,7 +404,7 @@ _PROCESS_CLOCK = 2
 
 
 MOST_THREADS = 256
-"""The maximum number of threads whose waits for a processor are read in a process."""
+"""The maximum number of threads per process whose waits for a processor are read."""
 
 
 class Gone(Exception):  # noqa: N818 - no error: there is nothing more to read

@@ -25,8 +25,7 @@ GPM_NS = 100 * 10**6
 """The minimum ns between two samples of NVML's performance counters, GPM (NVML reference, `nvmlGpmSampleGet`)."""
 
 ENERGY_NS = 400 * 10**6
-"""The minimum ns between two readings of the energy counter, for an average power. The counter changes every 20 to 100
-ms."""
+"""The minimum ns between two energy readings from which an average power is computed."""
 
 MIB = 2**20
 
@@ -40,7 +39,7 @@ GPM_METRICS: dict[str, tuple[str, float]] = {
     "nvlink_sent": ("NVLINK_TOTAL_TX_PER_SEC", MIB),
     "nvlink_received": ("NVLINK_TOTAL_RX_PER_SEC", MIB),
 }
-"""The gauges that GPM measures (from Hopper on), each with NVML's name and the factor that converts to our unit."""
+"""The gauges that NVML's performance counters measure, each with NVML's name and the factor to our unit."""
 
 Values = dict[str, float | None]
 
@@ -319,7 +318,7 @@ class Nvml:
 
 
 _Reading = tuple[tuple[str, ...], Callable[[Nvml, Any, NvmlDevice, int], Values]]
-"""The gauges that a query fills, and the query."""
+"""The names of gauges, and the method that reads them."""
 
 _OFTEN: tuple[_Reading, ...] = (
     (("utilization", "memory_active"), Nvml._read_utilization),

@@ -27,46 +27,40 @@ from instrument.runtime.unpatched import Event, sleep
 
 FIRST = 64
 CHUNK = 256
-"""The number of free pairs below which a pool doubles, and the minimum number of pairs by which it grows."""
+"""The minimum number of pairs by which a pool grows. It grows when fewer pairs are free."""
 
 LOW = 64
-"""The number of free pairs of CUDA events at which the resolver is woken early, to read finished ones."""
+"""The number of free event pairs at which the resolver is woken early."""
 
 POOL_LIMIT = 8_192
-"""The maximum number of pairs per context. A pair takes some hundred bytes. A span without a free pair gets no device
-time."""
+"""The maximum number of event pairs per context. A span without a pair gets no device time."""
 
 IDLE_S = 0.5
 POLL_S = (0.05, 0.1)
-"""The shortest and the longest pause in seconds between two polls for events.
-
-A poll holds the interpreter's lock: 20 us plus 4 us per pair on an idle machine, over 0.5 ms if cores must wake up. So
-polls are rare, and each reads many pairs.
-"""
+"""The shortest and the longest pause in seconds between two polls for events."""
 
 WATCH_S = 5e-5
 WATCHES = 300
-"""The maximum number of polls in a row, every `WATCH_S` seconds, for the next end on a busy device."""
+"""The maximum number of successive polls for the next end of a pair on a busy device."""
 
 MEASURED_AT_ONCE = 1000
 """The maximum number of pairs in one call of the driver, which then takes a millisecond."""
 
 DEFERRED_LIMIT = 512
-"""The maximum number of intervals that wait for the end of their span. A generator may run for days."""
+"""The maximum number of a span's device intervals that are kept until the span ends."""
 
 INTERRUPTED = -2
-"""The value in place of the driver's error if a signal handler raised an exception. The event's state is then
-unknown."""
+"""The error code of an event pair that was interrupted. The state of its events is unknown."""
 
 ROW_NS = 10**7
 """The maximum ns after a span's end within which its second event is recorded."""
 
 NOTE_NS = 2 * 10**7
-"""The ns between two updates of the settled time. All device times of spans that ended before it are known."""
+"""The minimum ns between two updates of the time until which all device times are known."""
 
 STOP_NS = 10**9
 STOP_POLL_S = 0.001
-"""The maximum ns that `stop` waits for the device (`STOP_NS`), and the seconds between its polls."""
+"""The seconds between two polls while `stop` waits for the device."""
 
 
 COST_ROUNDS, COST_PAIRS = 3, 16
@@ -117,7 +111,7 @@ class Resolver:
 
     def start(self) -> None:
         if self._thread is None and not self.stopping.is_set():
-            self._intervals.publish_settled_ns(self._now() - ROW_NS)
+            self._intervals.publish_settled_time(self._now() - ROW_NS)
             self._thread = Thread(self._resolve_until_stopped, "instrument-device", lambda: not self.stopping.is_set())
             self._thread.start()
 
@@ -128,7 +122,7 @@ class Resolver:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.join(min(limit_s, 2 * STOP_NS / 1e9))
-            self._intervals.publish_settled_ns(NOTHING_TO_COME)
+            self._intervals.publish_settled_time(NOTHING_TO_COME)
 
     @property
     def is_running(self) -> bool:
@@ -189,7 +183,7 @@ class Resolver:
             self.thread_ns = time.thread_time_ns()
             if (now_ns := self._now()) - self._settled_noted_ns >= NOTE_NS:
                 self._settled_noted_ns = now_ns
-                self._intervals.publish_settled_ns(self.settled_ns())
+                self._intervals.publish_settled_time(self.settled_ns())
             if waits:
                 is_quiet = not moved and pause_s >= POLL_S[1]
                 pause_s = POLL_S[0] if moved else min(2 * pause_s, POLL_S[1])
@@ -258,7 +252,7 @@ class Resolver:
 
     def _bind_context(self, context: Context) -> int:
         bound = get_ident(), context.handle
-        error = 0 if bound == self._bound else self._driver.bind(context.handle)
+        error = 0 if bound == self._bound else self._driver.bind_context(context.handle)
         self._bound = None if error else bound
         return error
 
@@ -310,7 +304,7 @@ class Resolver:
         if is_fresh or not context.anchor_pause_ns or now_ns < context.next_watch_ns:
             return False
         context.next_watch_ns = now_ns + ANCHOR_NS
-        query, not_ready = self._driver.query, self._driver.NOT_READY
+        query, not_ready = self._driver.query_event, self._driver.NOT_READY
         next_ends = [
             (stream, min(waiting, key=_by_end).end_event)
             for stream, pairs in context.under_way.items()
@@ -367,7 +361,7 @@ class Resolver:
                 del waiting[MEASURED_AT_ONCE:]
                 asked_ns = self._now()
                 events = [(pair.begin, pair.end_event) for pair in waiting]
-                answers: list[Answer] = [*self._driver.measure(context.anchors.newest_event, events)]
+                answers: list[Answer] = [*self._driver.measure_pairs(context.anchors.newest_event, events)]
                 newest_ns = context.anchors.newest_ns
                 lacks_anchor = newest_ns is None or self._now() - newest_ns > FARTHEST_NS
                 if answers and (stream == watched or lacks_anchor):
@@ -402,7 +396,7 @@ class Resolver:
         error, event = anchors.take_spare_event()
         if not error:
             error = anchors.adopt_event_as_anchor(pair.end_event, max(pair.end_ns, pending_ns), self._now())
-            pair.end_event, pair.end_key = event, self._driver.handle(event)
+            pair.end_event, pair.end_key = event, self._driver.read_handle(event)
         if error:
             self.count_error(context, error)
             return answers
@@ -425,9 +419,9 @@ class Resolver:
             if len(whole.deferred) >= DEFERRED_LIMIT:
                 self._add_deferred_intervals(whole)
                 whole.deferred.clear()
-        self._take_pair(whole, pair)
+        self._count_pair(whole, pair)
 
-    def _take_pair(self, whole: Pair, pair: Pair) -> None:
+    def _count_pair(self, whole: Pair, pair: Pair) -> None:
         whole.taken += 1
         if pair is not whole:
             self._return_pair_to_pool(pair)
@@ -465,7 +459,7 @@ class Resolver:
         self.pairs += 1
         label = self.choose_failure_label(context, error) or "dropped"
         self._store_interval(whole.span_id, context.device, stream, pair.begin_ns, pair.begin_ns, label, 0)
-        self._take_pair(whole, pair)
+        self._count_pair(whole, pair)
 
     def _return_pair_to_pool(self, pair: Pair) -> None:
         pair.clear()
@@ -513,7 +507,7 @@ class Resolver:
     def _release_all_events(self) -> None:
         driver = self._driver
         for context in list(self.contexts.values()):
-            if not context.alive or driver.bind(context.handle):
+            if not context.alive or driver.bind_context(context.handle):
                 continue
             context.alive = False
             # One by one: a thread of the service that begins a span may take a pair meanwhile, and owns it.

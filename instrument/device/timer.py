@@ -46,7 +46,7 @@ class Timer:
         self.frameworks: dict[str, Current] = {}
         self.resolver = Resolver(self, driver, intervals, recorder, now)
         self._now = now
-        self._reading = driver.reading(recorder, now)
+        self._reading = driver.make_event_reader(recorder, now)
         self._mark = driver.mark
         self._meeting = Lock()
         self._devices: dict[int, int] = {}
@@ -91,7 +91,7 @@ class Timer:
             return Untimed(self, (device, 0), "dropped", self._now())
         context = self._contexts.get(device)
         if context is None:
-            captured = self.driver.capture(stream)
+            captured = self.driver.check_capture(stream)
             is_captured = captured == cuda.CAPTURING or captured in cuda.CAPTURE_ERRORS
             context = None if is_captured else self.driver.run_relaxed(partial(self._find_context, device))
             if context is None:
@@ -162,9 +162,9 @@ class Timer:
             driver = self.driver
             current = driver.current_device()
             # A query for the device of a captured stream would end the capture.
-            if current < 0 or stream <= cuda.PER_THREAD or driver.capture(stream):
+            if current < 0 or stream <= cuda.PER_THREAD or driver.check_capture(stream):
                 return current
-            device = driver.device_of(stream)
+            device = driver.find_device(stream)
             if len(self._devices) >= STREAMS_KNOWN:
                 self._devices.clear()
             self._devices[stream] = device
@@ -227,13 +227,13 @@ class Timer:
         is_other = -refused == cuda.BAD_HANDLE and stream <= cuda.PER_THREAD
         if -refused != cuda.NO_CONTEXT and not (is_other and driver.current_device() != context.device):
             return refused
-        error = driver.push(context.handle)
+        error = driver.push_context(context.handle)
         if error:
             return -error
         try:
             return driver.mark(event, stream)
         finally:
-            driver.pop()
+            driver.pop_context()
 
     def _find_context(self, device: int) -> Context | None:
         driver = self.driver
@@ -244,16 +244,16 @@ class Timer:
             handle = driver.primary_context(device)
             # The current context may be another device's: torch changes it when it uses this device.
             if not handle and driver.current_device() == device:
-                handle = driver.current()
+                handle = driver.find_context()
             if not handle:
                 return None
             context = Context(handle, device, Anchors(driver, self._now, self._raw, self._reading))
-            error = driver.push(handle)
+            error = driver.push_context(handle)
             if not error:
                 try:
                     error = context.add_pairs(self, driver, FIRST)
                 finally:
-                    driver.pop()
+                    driver.pop_context()
             if error:
                 self.resolver.count_error(context, error)
             self._contexts[device] = context

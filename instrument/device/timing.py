@@ -29,7 +29,7 @@ else:
     cuda = LazyModule("instrument.device.cuda")
 
 MODULES = ("torch", "cupy", "numba.cuda", "cuda.bindings.driver")
-"""The modules through which services use CUDA. Their import starts the timer. The first three have a current stream."""
+"""The modules through which services use CUDA. Their import starts the timer."""
 
 LOOK_S = 0.002
 """The seconds between two polls while a thread waits for device times."""
@@ -44,7 +44,7 @@ class Timing:
     """
 
     _numba: cuda.NumbaStreams
-    """The last stream that each thread used in numba. Set together with the timer."""
+    """The reader of the last stream that each thread used in numba."""
 
     def __init__(self, memory_bytes: int, ranges: Ranges, *, holds_gil: bool) -> None:
         self._ranges = ranges
@@ -89,7 +89,7 @@ class Timing:
         for host in hosts:
             if host.__name__ == "numba.cuda":
                 self._undos.append(self._numba.install(host))
-            source = cuda.find_current_stream_of_module(host, self.timer.driver, self._numba)
+            source = cuda.make_stream_reader(host, self.timer.driver, self._numba)
             if source is not None:
                 name = host.__name__.partition(".")[0]
                 self.timer.frameworks[name] = source
@@ -157,13 +157,13 @@ class Timing:
         while resolver is not None and resolver.is_running and time.monotonic() < end_s:
             settled_ns = resolver.settled_ns()
             if settled_ns >= at_ns:
-                self.intervals.publish_settled_ns(settled_ns)
+                self.intervals.publish_settled_time(settled_ns)
                 return
             resolver.wake()
             time.sleep(LOOK_S)
 
     @property
-    def pair_ns(self) -> float:
+    def pair_cost_ns(self) -> float:
         """The time in ns that recording a pair of events takes on a thread of the service."""
         return 0.0 if self.timer is None else self.timer.resolver.pair_ns
 
@@ -179,7 +179,7 @@ class Timing:
         return {
             "device times not taken while a graph was captured": counts.get("captured", 0),
             "device times dropped": counts.get("dropped", 0),
-            "device intervals overwritten by newer ones": self.intervals.overwritten,
+            "device intervals overwritten by newer ones": self.intervals.overwritten_count,
         }
 
     def notes(self) -> list[str]:
@@ -198,8 +198,7 @@ DOMAIN = "instrument"
 VARIABLE = "NVTX_INJECTION64_PATH"
 
 KNOWN_SITES = 4_096
-"""The maximum number of sites with their own NVTX names. Tools never free names, so further sites share a name per
-kind."""
+"""The maximum number of sites with their own NVTX names. Further sites share a name per kind."""
 
 Begin = Callable[[Any, Any, int], Any]
 """A function of (site, attributes, span id) that begins to time a span. It returns a pair or None."""

@@ -58,7 +58,7 @@ OWN_TEXTS = {
 _THREAD_LOCAL, _RELAXED = 1, 2
 
 _kept: dict[int, Any] = {}
-"""The events in use. These references prevent their destruction when a forked child clears inherited objects."""
+"""The events in use. A forked child must not destroy them."""
 
 
 class TorchDriver:
@@ -86,7 +86,7 @@ class TorchDriver:
             raise ImportError(f"torch {torch.__version__} is not supported; use 2.1 or newer ({error})") from error
         self._torch = torch
         self._native = native
-        self._exchange_mode = _find_mode_exchange(is_rocm=bool(getattr(torch.version, "hip", None)))
+        self._exchange_mode = _find_mode_setter(is_rocm=bool(getattr(torch.version, "hip", None)))
         self._streams: dict[tuple[int, int], Any] = {}
         self._thread = threading.local()
         self.mark: Callable[[Any, Any], int] = self._record_event_if_uncaptured
@@ -135,14 +135,14 @@ class TorchDriver:
         finally:
             self._go_back(before)
 
-    def capture(self, stream: int) -> int:
+    def check_capture(self, stream: int) -> int:
         device = self._device()
         try:
             return cuda.CAPTURING if self._is_captured(device, self._find_stream(device, stream), stream) else 0
         except RuntimeError as error:
             return find_error_number(error)
 
-    def device_of(self, stream: int) -> int:
+    def find_device(self, stream: int) -> int:
         """Return the device index of a stream, or the current device for a stream that torch does not know."""
         index = next((device for device, handle in list(self._streams) if handle == stream), None)
         return index if stream > cuda.PER_THREAD and index is not None else self.current_device()
@@ -156,7 +156,7 @@ class TorchDriver:
             if not error:
                 self._exchange_mode(ctypes.byref(mode))
 
-    def current(self) -> int:
+    def find_context(self) -> int:
         device = self.current_device()
         return 0 if device < 0 else self.primary_context(device)
 
@@ -166,7 +166,7 @@ class TorchDriver:
     def primary_context(self, device: int) -> int:
         return device + 1 if self._torch.cuda.is_initialized() and self._has_context(device) else 0
 
-    def push(self, context: int) -> int:
+    def push_context(self, context: int) -> int:
         try:
             before = self._exchange(context - 1)
         except RuntimeError as error:
@@ -174,12 +174,12 @@ class TorchDriver:
         vars(self._thread).setdefault("before", []).append(before)
         return 0
 
-    def pop(self) -> None:
+    def pop_context(self) -> None:
         self._go_back(self._thread.before.pop())
 
     # ---------------------------------------------------------------- on the resolver's thread
 
-    def bind(self, context: int) -> int:
+    def bind_context(self, context: int) -> int:
         """Make a context's device current on the calling thread. Without this, a query of an event would create a
         context on the first device."""
         try:
@@ -196,7 +196,7 @@ class TorchDriver:
         _kept[id(event)] = event
         return 0, event
 
-    def handle(self, event: Any) -> tuple[Any, int]:
+    def read_handle(self, event: Any) -> tuple[Any, int]:
         return event, self._device()
 
     def destroy_event(self, event: Any) -> None:
@@ -214,16 +214,16 @@ class TorchDriver:
     def destroy_stream(self, stream: int) -> None:
         """Do nothing, because torch reuses its streams."""
 
-    def query(self, event: Any) -> int:
+    def query_event(self, event: Any) -> int:
         try:
             return 0 if event.query() else cuda.NOT_READY
         except RuntimeError as error:
             return find_error_number(error)
 
-    def measure(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
+    def measure_pairs(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
         answers = []
         for begin, end in pairs:
-            error, device_ns, offset_ns = self.query(end), 0, 0
+            error, device_ns, offset_ns = self.query_event(end), 0, 0
             if error == cuda.NOT_READY:
                 break
             if not error:
@@ -233,7 +233,7 @@ class TorchDriver:
             answers.append((error, device_ns, offset_ns))
         return answers
 
-    def reading(self, recorder: Any, now: Callable[[], int]) -> None:
+    def make_event_reader(self, recorder: Any, now: Callable[[], int]) -> None:
         """Return None, because torch keeps the interpreter's lock while it records an event."""
 
     def elapsed_ns(self, first: Any, second: Any) -> tuple[int, int]:
@@ -261,7 +261,7 @@ def _set_stream(native: Any, stream_id: int, device_index: int, device_type: int
     native._cuda_setStream(stream_id=stream_id, device_index=device_index, device_type=device_type)
 
 
-def _find_mode_exchange(*, is_rocm: bool) -> Callable[[Any], int]:
+def _find_mode_setter(*, is_rocm: bool) -> Callable[[Any], int]:
     """Return CUDA's or ROCm's function that sets the calling thread's capture mode. torch has none."""
     if not is_rocm:
         exchange = ctypes.CDLL(cuda.LIBRARY).cuThreadExchangeStreamCaptureMode

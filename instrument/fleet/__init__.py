@@ -18,7 +18,7 @@ from instrument.trace import dataset_tables
 from instrument.trace.dataset_files import read_processes
 from instrument.trace.dataset_sources import DatasetRows
 from instrument.trace.dataset_tables import import_pyarrow, make_ids
-from instrument.trace.indices import rows_of
+from instrument.trace.indices import find_rows
 from instrument.trace.merge import merge_recordings
 from instrument.trace.request_trees import join_request_trees
 
@@ -33,7 +33,7 @@ RESULTS = {
         "high_ratio": "double", "cost_ns": "double",
     },
 }  # fmt: skip
-"""The columns and types of `explanations` and `changes`, two tables that the dataset itself does not have."""
+"""The columns and types of the tables that `explanations` and `changes` return."""
 
 
 def _column_types_of(table: str) -> dict[str, str]:
@@ -105,14 +105,14 @@ def requests(spans: Any, intervals: Any = None) -> Any:
 def recording(spans: Any, **tables: Any) -> Recording:
     """Make a recording for views and for `explain` from Arrow tables of the dataset. `tables` are further tables, such
     as `intervals`."""
-    return Recording.of_saved(join_request_trees(_merge_tables(spans=spans, **tables).merged.saved))
+    return Recording.from_file(join_request_trees(_merge_tables(spans=spans, **tables).merged.saved))
 
 
 def explanations(spans: Any, most: int = 10) -> Any:
     """Return an Arrow table with the causes of the `most` slowest requests, as `instrument explain` finds them."""
     rows = _merge_tables(spans=spans)
-    causes = explain(Recording.of_saved(join_request_trees(rows.merged.saved)), RequestChoice(slowest=most), Options())
-    places = rows_of(rows.trace.span_id, np.array([item.span_id for item in causes], dtype=np.int64))
+    causes = explain(Recording.from_file(join_request_trees(rows.merged.saved)), RequestChoice(slowest=most), Options())
+    places = find_rows(rows.trace.span_id, np.array([item.span_id for item in causes], dtype=np.int64))
     identities = [rows.members[process].identity for process in rows.process[places].tolist()]
     columns = {
         "run": [item["run"] for item in identities],

@@ -32,13 +32,13 @@ SALT_VARIABLE = "INSTRUMENT_INIT_SALT"
 """The environment variable with the secret key of the digests. Each `instrument init` makes a new key."""
 
 LOOKS = 1000
-"""The number of calls, from the first on, that are examined for each function."""
+"""The number of first calls that are examined per function."""
 
 ITEMS = 64
 """The maximum number of items to examine in a sequence or mapping."""
 
 DIGESTS = 4096
-"""The maximum number of digests per observed argument path, and of objects that are identified by a number."""
+"""The maximum number of digests per argument path, and of numbered objects."""
 
 ATTRIBUTES = 60
 """The maximum number of attributes to examine in an object."""

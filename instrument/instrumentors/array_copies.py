@@ -30,7 +30,7 @@ from instrument.instrumentors.copies import (
     is_pinned,
     read_argument,
 )
-from instrument.instrumentors.torch_graphs import get_compiling_test
+from instrument.instrumentors.torch_graphs import get_is_compiling
 from instrument.recording.spans import Work
 
 
@@ -111,7 +111,7 @@ def attach_onnxruntime(module: Any, patched: PatchedFunctions) -> None:
             return Transfer("d2h", out.nbytes, True, False)
         return None if out.ctypes.data == value.data_ptr() else Transfer("h2h", out.nbytes, True, False)
 
-    def read_updated(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_update(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         target, source = args[0], read_argument(args, kwargs, 1, "data", kwargs.get("np_arr"))
         from_value = isinstance(source, value_type)
         moved_bytes = source.tensor_size_in_bytes() if from_value else source.nbytes
@@ -138,7 +138,7 @@ def attach_onnxruntime(module: Any, patched: PatchedFunctions) -> None:
 
     patched.wrap_methods(value_type, ("ortvalue_from_numpy",), read_new_value)
     patched.wrap_methods(value_type, ("numpy",), read_values)
-    patched.wrap_methods(value_type, ("update_inplace",), read_updated)
+    patched.wrap_methods(value_type, ("update_inplace",), read_update)
     patched.wrap_methods(module.IOBinding, ("bind_cpu_input",), read_bound_input)
     patched.wrap_methods(module.IOBinding, ("copy_outputs_to_cpu",), read_fetched)
     patched.wrap_functions(module, ("copy_tensors",), read_sent_tensors)
@@ -223,13 +223,13 @@ def attach_numba(module: Any, patched: PatchedFunctions) -> None:
     patched.stream = lambda args, kwargs: read_argument(args, kwargs, 3, "stream", 0)
     for name, direction in (("host_to_device", "h2d"), ("device_to_host", "d2h"), ("device_to_device", "")):
 
-        def facts(out: Any, args: Any, kwargs: Any, direction: str = direction) -> Transfer:
+        def read_copy(out: Any, args: Any, kwargs: Any, direction: str = direction) -> Transfer:
             call = {"stream": 0, **dict(zip(names, args, strict=False)), **kwargs}
             host = {"h2d": call["src"], "d2h": call["dst"]}.get(direction)
             way = direction or direction_between(*map(_read_device, (call["src"], call["dst"])))
             return Transfer(way, int(call["size"]), not call["stream"], None if host is None else is_pinned(host))
 
-        patched.wrap_functions(module, (name,), facts)
+        patched.wrap_functions(module, (name,), read_copy)
 
 
 def _read_device(array: Any) -> tuple[Any]:
@@ -273,7 +273,7 @@ def _wrap_cuda_function(patched: PatchedFunctions, module: Any, name: str, names
         ends = [_MEMORY_TYPES.get(int(end)) for end in (copy.srcMemoryType, copy.dstMemoryType)]
         return None if None in ends else f"{ends[0]}2{ends[1]}"
 
-    def facts(out: Any, args: Any, kwargs: Any) -> Transfer | None:
+    def read_copy(out: Any, args: Any, kwargs: Any) -> Transfer | None:
         if isinstance(out, tuple) and int(out[0]) != 0:  # an error code of cuda-python
             return None
         call = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -289,7 +289,7 @@ def _wrap_cuda_function(patched: PatchedFunctions, module: Any, name: str, names
         stream = None if stream_name is None else read_argument(args, kwargs, names.index(stream_name), stream_name)
         return int(stream or 0)
 
-    patched.wrap_functions(module, (name,), facts, read_stream)
+    patched.wrap_functions(module, (name,), read_copy, read_stream)
 
 
 CONVERTING = ("to", "cuda", "xpu", "cpu", "type", "type_as")
@@ -308,15 +308,15 @@ def attach_torch(torch: Any, patched: PatchedFunctions, *, initialised: Callable
     """Replace torch's methods that copy. They record nothing before `initialised()` is True, because torch uses no
     device until then."""
     used = _make_device_use_test(torch, patched.copies) if initialised is None else initialised
-    compiling = get_compiling_test(torch)
+    compiling = get_is_compiling(torch)
 
-    def ready() -> bool:
+    def may_record_copies() -> bool:
         return not compiling() and used()
 
     tensor = torch.Tensor
     fake = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
     private = _find_private_backend(torch)
-    patched.ready, patched.stream = ready, _find_device
+    patched.ready, patched.stream = may_record_copies, _find_device
     patched.wrap_methods(tensor, (*CONVERTING, *([private] if private else [])), _skip_same(_read_conversion, fake))
     patched.wrap_methods(
         tensor, ("copy_",), lambda out, *call: None if isinstance(out, fake) else _read_copy(out, *call)
@@ -350,7 +350,7 @@ def _find_device(args: Any, kwargs: Any) -> Any:
     return None
 
 
-def device_direction(source: Any, target: Any) -> str | None:
+def find_copy_direction(source: Any, target: Any) -> str | None:
     """Return the direction of a copy between two torch devices, or None for the device `meta`, which has no data."""
     if "meta" in (source.type, target.type):
         return None
@@ -373,7 +373,7 @@ def _read_copy(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 def _make_tensor_transfer(
     source: Any, out: Any, target: Any, asynchronous: bool, overwrites: bool = False
 ) -> Transfer | None:
-    direction = device_direction(source.device, target)
+    direction = find_copy_direction(source.device, target)
     if direction is None:
         return None
     if direction == "h2h" and not overwrites:
@@ -401,7 +401,7 @@ def _read_values(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 def _read_storage_copy(out: Any, args: Any, kwargs: Any, *, moves: bool = False) -> Transfer | None:
     """Read the transfer of a copy into a storage. If `moves` is True, read the move of a storage to another memory."""
     source = args[0] if moves else read_argument(args, kwargs, 1, "source")
-    direction = device_direction(source.device, out.device)
+    direction = find_copy_direction(source.device, out.device)
     if direction is None or (moves and direction == "h2h"):
         return None
     return Transfer(direction, source.nbytes(), not _is_asynchronous(args[1:], kwargs))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from instrument.instrumentors.functions import Instrumentor, replace_attribute
 from instrument.instrumentors.references import loaded_modules, module_namespace
 from instrument.instrumentors.targets import make_site
-from instrument.instrumentors.torch_graphs import get_compiling_test
+from instrument.instrumentors.torch_graphs import get_is_compiling
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from instrument.instrumentors.layers import Layers
 
 Facts = tuple[str, tuple[tuple[str, AttributeValue], ...]]
-"""The description of an object in its site: the `instance` and further attributes."""
+"""The description of a called object: its `instance` and further attributes of the span."""
 
 
 class Entry(NamedTuple):
@@ -184,7 +184,7 @@ class Entries(Observer):
 
     def _wrap(self, entry: Entry, method: FunctionType) -> Any:
         recorder, decide = self._recorder, self._make_recording_method
-        is_compiling = get_compiling_test(sys.modules.get("torch"))
+        is_compiling = get_is_compiling(sys.modules.get("torch"))
         recordings: dict[int, Any] = {}
 
         @functools.wraps(method)

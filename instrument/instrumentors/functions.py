@@ -41,7 +41,7 @@ from instrument.recording.spans import Site
 from instrument.runtime.faults import FAULTS
 
 _IMMORTAL = 1 << 28
-"""The lowest reference count of an immortal object (PEP 683), which does not count references."""
+"""The lowest reference count of an immortal object (PEP 683)."""
 
 _MISSING = object()
 
@@ -87,7 +87,7 @@ class Probe:
             property.__set_name__(self.target.raw, self.target.owner, self.target.attribute)  # type: ignore[attr-defined]
         return value
 
-    def attach_in_class(self, owner: type, attribute: str) -> None:
+    def attach_alias(self, owner: type, attribute: str) -> None:
         if type_namespace(owner).get(attribute) is self.target.function:
             self._aliases.append((owner, attribute))
             self._places.append(replace_attribute(owner, attribute, self.wrapped))
@@ -105,20 +105,20 @@ def replace_attribute(owner: Any, attribute: str, new: Any) -> Undo:
     """Set an attribute of a module or class. Return a function that restores the earlier value, unless other code has
     changed it since."""
 
-    def names() -> Any:
+    def read_names() -> Any:
         return type_namespace(owner) if isinstance_of(owner, type) else vars(owner)
 
-    def undo() -> None:
-        if names().get(attribute) is not new:
+    def restore_attribute() -> None:
+        if read_names().get(attribute) is not new:
             return
         if before is _MISSING:
             delattr(owner, attribute)
         else:
             setattr(owner, attribute, before)
 
-    before = names().get(attribute, _MISSING)
+    before = read_names().get(attribute, _MISSING)
     setattr(owner, attribute, new)
-    return undo
+    return restore_attribute
 
 
 def replaces_attribute(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Undo]:
@@ -128,19 +128,19 @@ def replaces_attribute(owner: Any, attribute: str) -> Callable[[Callable[..., An
     return lambda function: replace_attribute(owner, attribute, functools.wraps(original)(function))
 
 
-def call_before(owner: Any, attribute: str, note: Callable[..., object]) -> Undo:
+def note_calls(owner: Any, attribute: str, note: Callable[..., object]) -> Undo:
     """Call `note` before each call of `owner.attribute`, with the same arguments. Return the function that undoes
     this."""
     original = getattr(owner, attribute)
 
-    def call_noted(*args: Any, **kwargs: Any) -> Any:
+    def note_and_call(*args: Any, **kwargs: Any) -> Any:
         try:
             note(*args, **kwargs)
         except Exception as fault:
             FAULTS.note(f"note of {attribute}", fault)
         return original(*args, **kwargs)
 
-    return replace_attribute(owner, attribute, functools.wraps(original)(call_noted))
+    return replace_attribute(owner, attribute, functools.wraps(original)(note_and_call))
 
 
 def change_argument(
@@ -358,7 +358,7 @@ SEAMS: Mapping[str, tuple[tuple[str, str, str, int], ...]] = {
     "bottle": (("Route", "__init__", "callback", 4),),
     "celery.app.base": (("Celery", "_task_from_fun", "fun", 1),),  # at the first use of a task, long after
 }
-"""The methods that register handlers in each framework module: class, method, and the handler's argument name and
+"""The methods that register handlers in each framework module: class, method, and the handler argument's name and
 position."""
 
 

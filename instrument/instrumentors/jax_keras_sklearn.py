@@ -27,7 +27,7 @@ from instrument.instrumentors.loaders import StandIn
 from instrument.instrumentors.references import loaded_modules, module_namespace, rebind_objects
 from instrument.instrumentors.regions import Paths
 from instrument.instrumentors.targets import make_site
-from instrument.instrumentors.torch_graphs import get_compiling_test
+from instrument.instrumentors.torch_graphs import get_is_compiling
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder import wrapping
@@ -141,12 +141,12 @@ class JaxFunctions(Observer):
         recording = wrapping.make_wrapper(recorder, function, site)
         recorder.allow_muting(site, recording)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def record_call(*args: Any, **kwargs: Any) -> Any:
             if not recorder.on or not self._at_work or not is_clean():
                 return function(*args, **kwargs)
             return recording(*args, **kwargs)
 
-        return call
+        return record_call
 
     def _wrap_call(self, function: Any, name: str) -> Any:
         """Wrap a function of JAX. During a call, other wrapped functions record no spans."""
@@ -270,7 +270,7 @@ class KerasLayers(Observer):
         span_of = recorder.make_span_factory
         in_symbolic_scope = _module_value("keras.src.backend.common.symbolic_scope", "in_symbolic_scope", lambda: False)
         is_clean = _module_value("jax._src.core", "trace_state_clean", lambda: True)
-        is_compiling = get_compiling_test(sys.modules.get("torch"))
+        is_compiling = get_is_compiling(sys.modules.get("torch"))
 
         @functools.wraps(call)
         def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:

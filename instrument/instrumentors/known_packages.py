@@ -26,8 +26,10 @@ _PACKAGES = {
 PACKAGES: Mapping[str, tuple[str, ...]] = {role: tuple(names.split()) for role, names in _PACKAGES.items()}
 """The import names of known packages, by role.
 
-`web` frameworks give requests routes, `unrouted` ones do not. A `server` runs apps of other packages, and an `engine`
-is a whole model server. Servers in `unmet` and job queues in `queue` are not recorded.
+- `web`, `unrouted`: frameworks with routes, and frameworks without routes
+- `server`, `engine`: servers of other packages' apps, and model servers
+- `unmet`, `queue`: servers and job queues that are not recorded
+- `library`: machine learning packages
 """
 
 
@@ -43,7 +45,7 @@ class Family(NamedTuple):
 
 
 _SERVED = [name for role in ("web", "server", "unrouted", "unmet", "queue") for name in PACKAGES[role]]
-"""The packages that serve requests, or that the verdict on requests mentions."""
+"""The known packages that serve requests or jobs."""
 
 _FAMILIES = {
     "functions": ("rules", "Functions", ""),  # its rules name their packages
@@ -66,11 +68,10 @@ FAMILIES: Mapping[str, Family] = {
     key: Family(f"instrument.instrumentors.{module}", name, frozenset(packages.split()))
     for key, (module, name, packages) in _FAMILIES.items()
 }
-"""The class that implements each top-level key of a profile, and the packages that it applies to. Classes are attached
-to a module in this order."""
+"""The class and the packages for each top-level key of a profile, in the order of attachment."""
 
 KEEPING = ("functions", "requests", "layers")
-"""The keys whose unchanged rules keep their probes at a reload. For other keys, all probes are attached again."""
+"""The keys of a profile whose unchanged rules keep their probes at a reload."""
 
 
 def selectable_packages(profile: Profile, key: str) -> frozenset[str] | None:
@@ -118,7 +119,7 @@ def filter_packages_by_role(names: Iterable[str], *roles: str) -> list[str]:
     return [name for role, packages in PACKAGES.items() if role in roles for name in packages if name in name_set]
 
 
-def presets_for(names: Iterable[str]) -> list[tuple[str, str]]:
+def find_presets(names: Iterable[str]) -> list[tuple[str, str]]:
     """Return each package that has a preset, with the preset. If a model server is among the names, only model servers
     count."""
     served_packages = set(filter_packages_by_role(names, "engine") or names)

@@ -82,7 +82,7 @@ class Layers(Instrumentor):
         for cls in all_subclasses(self._module_type):
             self._patch_new_class(cls)
         for name, child in self._paths.note_modules_in_memory():
-            self._patch_if_named(name, child)
+            self._patch_child_class(name, child)
             if id(child) in decided and id(child) not in self._sites:
                 self._decide_site(child)
         for cls in [cls for cls in self._patches if cls not in self._patched]:
@@ -116,7 +116,7 @@ class Layers(Instrumentor):
         for cls in all_subclasses(module_type):
             self._patch_new_class(cls)
         for name, child in self._paths.note_modules_in_memory():
-            self._patch_if_named(name, child)
+            self._patch_child_class(name, child)
         self._regions.attach(torch, self._paths)
         return self.undo
 
@@ -124,7 +124,7 @@ class Layers(Instrumentor):
         # The verdicts are read later, when a layer no longer shows that it was recorded.
         if self._unseen is None and self._torch is not None:
             with FAULTS.guard("layers that cannot be observed"):
-                self._unseen = self._regions.verdicts_on_unseen()
+                self._unseen = self._regions.explain_unseen_layers()
         self._regions.undo()
         undo_all([*self._undos, *self._patches.values()])
         self._undos.clear()
@@ -142,9 +142,9 @@ class Layers(Instrumentor):
         with FAULTS.guard("module registration hook"):
             if child is not None:
                 self._paths.add_child(parent, name, child)
-                self._patch_if_named(name, child)
+                self._patch_child_class(name, child)
 
-    def _patch_if_named(self, name: str, child: Any) -> None:
+    def _patch_child_class(self, name: str, child: Any) -> None:
         """Replace the `forward` of the child's class if a rule may select a child of this name. Its path is not yet
         known."""
         if type(child) not in self._patched and any(
@@ -197,10 +197,10 @@ class Layers(Instrumentor):
         layers = [key for key, layer_site in list(self._sites.items()) if layer_site is site]
         self._sites.update(dict.fromkeys(layers))
 
-        def attach() -> None:
+        def resume_recording() -> None:
             self._sites.update({key: site for key in layers if self._sites.get(key, site) is None})
 
-        return attach if layers else None
+        return resume_recording if layers else None
 
     def _forget_layer(self, key: int) -> None:
         self._followed.discard(key)
@@ -239,7 +239,7 @@ class Layers(Instrumentor):
         class_names = sorted({cls.__name__ for classes in imported for cls in classes()})
         unseen = self._unseen
         if unseen is None:
-            unseen = self._regions.verdicts_on_unseen() if self._torch is not None else []
+            unseen = self._regions.explain_unseen_layers() if self._torch is not None else []
         verdicts: list[Verdict] = []
         for rule, selected in self._at_work:
             targets = {

@@ -16,7 +16,7 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace_attribute
 from instrument.instrumentors.references import isinstance_of, type_attribute, type_namespace
-from instrument.instrumentors.targets import iterate_decorated_parts, recording_site
+from instrument.instrumentors.targets import iterate_decorated_parts, read_own_site
 from instrument.runtime.faults import FAULTS
 
 
@@ -43,7 +43,7 @@ class Lineage:
         self._resolved.clear()
         return LineageMember(self, owner)
 
-    def recording_class(self, cls: type[Any]) -> type[Any] | None:
+    def find_recording_class(self, cls: type[Any]) -> type[Any] | None:
         try:
             return self._resolved[cls]
         except KeyError:
@@ -68,7 +68,7 @@ class LineageMember:
         if not args:
             return False
         cls = args[0] if isinstance_of(args[0], type) else type(args[0])
-        resolved = self._lineage.recording_class(cls)
+        resolved = self._lineage.find_recording_class(cls)
         return resolved is not None and resolved is not self._owner()
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
@@ -79,7 +79,7 @@ class LineageMember:
 def is_method_recorded(cls: type[Any], attribute: str) -> bool:
     """Return True if each call of a method is recorded, by its own probe or because it calls the method of `super`."""
     return any(
-        recording_site(function) is not None
+        read_own_site(function) is not None
         or hasattr(function, "__instrument_layers__")
         or _calls_super(function, attribute)
         for _, function, _ in iterate_decorated_parts(type_attribute(cls, attribute))

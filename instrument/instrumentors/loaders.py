@@ -103,26 +103,26 @@ class StandIn:
         return loader, (self._instrument_source, self._instrument_site.name)
 
 
-def _make_resuming_method(name: str) -> Callable[..., Any]:
-    def resume(self: Any, *args: Any) -> Any:
+def _make_next_method(name: str) -> Callable[..., Any]:
+    def record_next(self: Any, *args: Any) -> Any:
         method = getattr(self._instrument_source, name)
         if not RECORDER.on:
             return method(*args)
         with _NextItem(RECORDER, self._instrument_site):
             return method(*args)
 
-    return resume
+    return record_next
 
 
-def _make_async_resuming_method(name: str) -> Callable[..., Any]:
-    async def resume(self: Any, *args: Any) -> Any:
+def _make_async_method(name: str) -> Callable[..., Any]:
+    async def record_async_next(self: Any, *args: Any) -> Any:
         method = getattr(self._instrument_source, name)
         if not RECORDER.on:
             return await method(*args)
         with _NextItem(RECORDER, self._instrument_site):
             return await method(*args)
 
-    return resume
+    return record_async_next
 
 
 class _NextItem:
@@ -145,7 +145,7 @@ class _NextItem:
             is_end = kind is not None and issubclass(kind, (StopIteration, StopAsyncIteration))
             self._recorder.close(self._frame, None if is_end else error)
         if self._waiting is not None:
-            self._waiting.end()
+            self._waiting.end_waiting()
 
 
 # -------------------------------------------------------------------- waits of a loop
@@ -171,12 +171,12 @@ def listen_to_waits(listener: Listener) -> Callable[[], None]:
     with _listeners_lock:
         _listeners = (*(other_reference for other_reference in _listeners if other_reference() is not None), reference)
 
-    def undo() -> None:
+    def stop_listening() -> None:
         global _listeners
         with _listeners_lock:
             _listeners = tuple(other_reference for other_reference in _listeners if other_reference is not reference)
 
-    return undo
+    return stop_listening
 
 
 class Waiting:
@@ -188,7 +188,7 @@ class Waiting:
         self._token = None if _is_waiting.get() else _is_waiting.set(True)
         self._start_ns = time.monotonic_ns()
 
-    def end(self) -> None:
+    def end_waiting(self) -> None:
         if self._token is not None:
             try:
                 _is_waiting.reset(self._token)
@@ -225,8 +225,8 @@ def _make_proxy_class(kind: Any) -> type[StandIn]:
     has = functools.partial(_defines_method, kind)
     methods: dict[str, Any] = {name: _make_forwarder(name) for name in _FORWARDED if has(name)}
     for begin, resuming, make, iterate in (
-        ("__iter__", ("__next__", "send", "throw"), _make_resuming_method, iter),
-        ("__aiter__", ("__anext__", "asend", "athrow"), _make_async_resuming_method, aiter),
+        ("__iter__", ("__next__", "send", "throw"), _make_next_method, iter),
+        ("__aiter__", ("__anext__", "asend", "athrow"), _make_async_method, aiter),
     ):
         if has(resuming[0]):
             methods[begin] = lambda self: self
@@ -266,10 +266,10 @@ class Loaders(Switch):
             if not recorder.on:
                 return method(self)
             dataset = type(getattr(self, "_dataset", None))
-            with _NextItem(recorder, sites.get(dataset) or make(dataset)):
+            with _NextItem(recorder, sites.get(dataset) or make_site(dataset)):
                 return method(self)
 
-        def make(dataset: type[Any]) -> Site:
+        def make_site(dataset: type[Any]) -> Site:
             new = Site("DataLoader", "loader", _TORCH, "_BaseDataLoaderIter.__next__", instance=dataset.__name__)
             # Two threads may be first: setdefault keeps one site per class, or the tally would split.
             site = sites.setdefault(dataset, new)

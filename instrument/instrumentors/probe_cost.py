@@ -25,10 +25,10 @@ from instrument.runtime import agent_socket, file_writing
 from instrument.runtime.cheap_start import NamedTuple
 
 AMONG = 1.3
-"""The factor by which a span costs more between other Python code than in a loop of spans. Measured: 1.2 to 1.5."""
+"""The factor by which a span costs more between other code than in a loop of spans."""
 
 ROUNDS, CALLS, CALLS_PER_REQUEST = 5, 200, 10
-"""The rounds of a measurement, and the calls per round, divided by `CALLS_PER_REQUEST` for requests."""
+"""The rounds of a measurement, the calls per round, and the divisor of the calls for requests."""
 
 
 class ProbeCost(NamedTuple):
@@ -58,7 +58,7 @@ ADDRESS: dict[str, Any] = {"type": "http", "method": "GET", "path": "/", "scheme
 SCOPE = {**ADDRESS, "headers": HEADERS}
 START = {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
 BODY = {"type": "http.response.body", "body": b"{}"}
-"""The message with the body of a measured ASGI app's answer."""
+"""The ASGI message with the body of the test app's answer."""
 
 
 Timed = tuple[float, float, float]
@@ -88,7 +88,7 @@ def _make_calls(recorder: Recorder) -> tuple[list[Site], dict[str, tuple[Run, An
         for _ in range(steps):
             yield
 
-    def call(function: Callable[[], Any], count: int) -> None:
+    def call_repeatedly(function: Callable[[], Any], count: int) -> None:
         for _ in range(count):
             function()
 
@@ -116,10 +116,10 @@ def _make_calls(recorder: Recorder) -> tuple[list[Site], dict[str, tuple[Run, An
     sites = [recorder.find_or_make_scope_site("scope", "user"), Site("method")]
     calls: dict[str, tuple[Run, Any, Run, Any]] = {}
     for shape, run, function in (
-        ("call", call, do_nothing),
+        ("call", call_repeatedly, do_nothing),
         ("coroutine", run_coroutines, do_nothing_async),
         ("generator", read_generators, generator),
-        ("wrapper", call, do_nothing),
+        ("wrapper", call_repeatedly, do_nothing),
         (STEP, read_steps, generator),
     ):
         sites.append(Site(shape, "request" if shape == "wrapper" else "op"))
@@ -130,8 +130,8 @@ def _make_calls(recorder: Recorder) -> tuple[list[Site], dict[str, tuple[Run, An
     app = served_apps.AsgiApp(answer, Exchanges(RequestsRule(name=REQUEST), recorder))
     messages: Any = (SCOPE, do_nothing_async, do_nothing_async)
     return sites, calls | {
-        "scope": (open_scopes, do_nothing, call, do_nothing),
-        "method": (call, lambda: method(layer), call, lambda: do_nothing_to(layer)),
+        "scope": (open_scopes, do_nothing, call_repeatedly, do_nothing),
+        "method": (call_repeatedly, lambda: method(layer), call_repeatedly, lambda: do_nothing_to(layer)),
         REQUEST: (run_coroutines, partial(app, *messages), run_coroutines, partial(answer, *messages)),
     }
 
@@ -172,7 +172,7 @@ def measure_costs(*, with_ticks: bool = False) -> dict[str, ProbeCost]:
     lengths: dict[str, list[int]] = {}
     for ring in recorder.rings():
         for row in unpack_rows(ring.copied(0)):
-            lengths.setdefault(recorder.site_of(row).name, []).append(row[END_NS] - row[START_NS])
+            lengths.setdefault(recorder.find_site(row).name, []).append(row[END_NS] - row[START_NS])
     inside_ns = {name: sorted(times_ns)[(len(times_ns) - 1) // 2] for name, times_ns in lengths.items()}
     costs = {}
     for shape, (recorded_ns, bare_ns, usual_ns) in timed.items():
@@ -247,11 +247,11 @@ class Costs:
         measure = lambda: (measure_costs(with_ticks=with_ticks), measure_muted_call_ns())  # noqa: E731
         costs, self.passed_ns = self._load_or_measure("costs", measure)
         self.by_shape = {shape: ProbeCost(*cost) for shape, cost in costs.items()}
-        if agent_socket.shared_file("cold") is None:
-            self._cold_ns = self.cold_ns
+        if agent_socket.find_shared_file("cold") is None:
+            self._cold_ns = self.cold_cost_ns
 
     @property
-    def cold_ns(self) -> float:
+    def cold_cost_ns(self) -> float:
         """The additional cost in ns of a call with cold caches. It is measured once per run, which takes 8 ms."""
         if self._cold_ns is None:
             among_ns = self._load_or_measure("cold", lambda: measure_cold_cache_ns(with_ticks=self._with_ticks))
@@ -259,7 +259,7 @@ class Costs:
         return self._cold_ns
 
     def _load_or_measure(self, name: str, measure: Callable[[], Any]) -> Any:
-        path = agent_socket.shared_file(f"{name}{'-ticks' * self._with_ticks}")
+        path = agent_socket.find_shared_file(f"{name}{'-ticks' * self._with_ticks}")
         with suppress(OSError, ValueError):
             return json.loads(b"" if path is None else path.read_bytes())
         measured = copy_context().run(measure)
@@ -271,8 +271,8 @@ class Costs:
     def median_ns_by_shape(self) -> dict[str, float]:
         return {shape: cost.usual_ns for shape, cost in self.by_shape.items()}
 
-    def cost_of(self, site: Site) -> ProbeCost:
+    def find_site_cost(self, site: Site) -> ProbeCost:
         return self.by_shape[self._recorder.shapes.get(site, "scope")]
 
     def sum_cost_ns(self, calls: Mapping[Site, int]) -> float:
-        return sum(count * self.cost_of(site).added_ns for site, count in calls.items())
+        return sum(count * self.find_site_cost(site).added_ns for site, count in calls.items())

@@ -120,8 +120,8 @@ class Search:
                     names = type_namespace(holder).items()
                     self.in_classes += [Name(holder, name, id(value)) for name, value in names if id(value) in reached]
                     continue
-                words = _describe_holder(holder, parts)
-                kinds[id(holder)] = kinds.get(id(parts[0]), _type_text(holder))
+                words = _describe_referrer(holder, parts)
+                kinds[id(holder)] = kinds.get(id(parts[0]), _format_type_name(holder))
                 if words is not None or depth == DEPTH or len(above) == WIDTH:
                     self._add_description(reached, kinds[id(holder)] if words is None else words)
                     continue
@@ -160,15 +160,15 @@ def _describe_name(names: dict[str, Any], part: Any) -> str:
     of_module = names if module is None else module_namespace(module)
     file = str(of_module.get("__file__") or of_module.get("__name__"))
     line = find_definition_line(name, getlines(file, of_module), is_indented=module is not None)
-    return f"{_type_text(part)} in {_format_place(file, line)} ({name})"
+    return f"{_format_type_name(part)} in {_format_place(file, line)} ({name})"
 
 
-def _type_text(thing: Any) -> str:
+def _format_type_name(thing: Any) -> str:
     name = type(thing).__name__
     return f"an {name}" if name[0] in "AEIOUaeiou" else f"a {name}"
 
 
-def _describe_holder(holder: Any, parts: Kept) -> str | None:
+def _describe_referrer(holder: Any, parts: Kept) -> str | None:
     """Describe an object that refers to a function. Return "" to omit the object, or None to describe its referrers
     instead."""
     if type(holder) is FunctionType:

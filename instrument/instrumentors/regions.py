@@ -18,7 +18,7 @@ from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace_attribute, replaces_attribute, undo_all
 from instrument.instrumentors.targets import matches_pattern
-from instrument.instrumentors.torch_graphs import get_compiling_test
+from instrument.instrumentors.torch_graphs import get_is_compiling
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import ModuleWork, list_tensors
 from instrument.profile.model import LayerRule
@@ -31,7 +31,7 @@ DYNAMO = "torch._dynamo.eval_frame"
 """The module that defines the class of compiled models. Torch imports it at the first compilation."""
 
 WRAPPING = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-"""The attributes in which torch.compile, FSDP and checkpointing keep the wrapped module. Paths omit them."""
+"""The attributes that torch's wrappers add between a model and its layers. Paths omit them."""
 
 _COMPILED = "inside a compiled region"
 _SCRIPTED = "inside a ScriptModule"
@@ -43,13 +43,10 @@ _UNREGISTERED = "put in place past torch's registration"
 
 VAIN_WALKS = 3
 WALK_SHARE = 100
-"""The pause after a walk over all objects, as a multiple of the walk's duration.
-
-There is no pause after a class's first `VAIN_WALKS` walks that find nothing.
-"""
+"""The pause after a search of all objects in memory, as a multiple of the search's duration."""
 
 _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
-"""The classes that keep a wrapped module in the attribute `module`. Paths omit it."""
+"""The wrapper classes of torch whose attribute `module` is omitted from paths."""
 
 
 class Paths:
@@ -220,14 +217,14 @@ class Regions:
 
     def attach(self, torch: Any, paths: Paths) -> None:
         self._torch, self._paths = torch, paths
-        self._is_compiling = get_compiling_test(torch)
+        self._is_compiling = get_is_compiling(torch)
         scripted = getattr(sys.modules.get("torch.jit._script"), "RecursiveScriptModule", None)
         wrapped_call = getattr(sys.modules.get("torch.fx.graph_module"), "_WrappedCall", None)
         for cls in () if scripted is None else (scripted, torch.jit.TopLevelTracedModule):
             self.record_calls(cls)
         if wrapped_call is not None:
             self.record_calls(wrapped_call, place=1)
-        self._watch_compile(torch.nn.Module)
+        self._wrap_compile(torch.nn.Module)
         if DYNAMO in sys.modules:
             self.record_calls(sys.modules[DYNAMO].OptimizedModule)
 
@@ -262,7 +259,7 @@ class Regions:
         is_compiling, recorder, sites, decide = self._is_compiling, self._recorder, self.sites, self._decide_site
         return call_recorded
 
-    def _watch_compile(self, module_type: Any) -> None:
+    def _wrap_compile(self, module_type: Any) -> None:
         """Wrap `Module.compile()`, which stores a compiled call in the instance."""
         compile_ = module_type.compile
 
@@ -351,7 +348,7 @@ class Regions:
                 elif child is not None:
                     waiting.append((child, f"{path}.{name}" if path else name, inside, inside))
 
-    def verdicts_on_unseen(self) -> list[Verdict]:
+    def explain_unseen_layers(self) -> list[Verdict]:
         if self._paths.may_search_memory():  # no hook has seen some modules
             self._paths.note_modules_in_memory()
         counts: Counter[tuple[str, str]] = Counter()

@@ -59,7 +59,7 @@ from instrument.runtime.faults import FAULTS
 
 EACH = "[]"
 FACTS_OF_REQUEST = 2
-"""The mode of the reader in C that reads facts of requests, such as token counts, but no keys."""
+"""The mode in which the reader in C reads facts of requests instead of keys."""
 
 TEXTS_KNOWN = 4096
 """The maximum number of key texts whose shortened form is cached. At the limit the cache is emptied."""
@@ -74,14 +74,14 @@ def make_call_reader(function: Callable[..., Any], rule: FunctionRule) -> CallRe
     add_attribute_reader(reader, rule)
     for name, keys in ((KEY, rule.key), (BATCH_KEYS, rule.batch)):
         if keys:
-            _add_keys(reader, name, keys, f"{rule.place or rule.text}: {keys.argument}")
+            _add_key_readers(reader, name, keys, f"{rule.place or rule.text}: {keys.argument}")
     if rule.facts:
-        _add_facts(reader, rule)
+        _add_fact_readers(reader, rule)
     add_gauge_readers(reader, rule)
     return reader
 
 
-def _add_keys(reader: CallReader, name: str, keys: RequestKeys, place: str) -> None:
+def _add_key_readers(reader: CallReader, name: str, keys: RequestKeys, place: str) -> None:
     first, weights = first_name_of_path(keys.argument), first_name_of_path(keys.weights)
     for parameter in reader.find_path_parameter(keys.argument):
         weighed: Parameter | None = None
@@ -169,14 +169,14 @@ class _FactsReader(NamedTuple):
 
     def __call__(self, value: Any, place: Any) -> Any:
         if type(place) is int:
-            return self._read(value, self.facts[place])
+            return self._read_fact(value, self.facts[place])
         attributes: Values = self.before(value, place) or {} if self.before else {}
         default = self.facts[0].parameter.default
-        reads = [(fact.name, self._read(default, fact)) for fact in self.facts if default is not LEFT_OUT]
+        reads = [(fact.name, self._read_fact(default, fact)) for fact in self.facts if default is not LEFT_OUT]
         facts = {name: fact for name, fact in reads if fact is not None}
         return {**attributes, **facts, **self.names} if facts else attributes
 
-    def _read(self, value: Any, fact: _FactPath) -> AttributeValue | None:
+    def _read_fact(self, value: Any, fact: _FactPath) -> AttributeValue | None:
         try:
             return fact.read_fact(value)
         except Exception as error:
@@ -212,7 +212,7 @@ def _log_failed_fact(place: str, value: Any, error: Exception) -> None:
     FAULTS.note_unreadable_value(place, f"reading it raised {type(error).__name__} at a {type(value).__name__}")
 
 
-def _add_facts(reader: CallReader, rule: FunctionRule) -> None:
+def _add_fact_readers(reader: CallReader, rule: FunctionRule) -> None:
     names: Values = {FACTS: tuple(f"{fact.keep} {fact.name}" for fact in rule.facts)}
     singles: dict[str, list[_FactPath]] = {}
     for fact in rule.facts:
@@ -227,7 +227,7 @@ def _add_facts(reader: CallReader, rule: FunctionRule) -> None:
             place = f"{rule.place or rule.text}: fact {fact.name}"
             path = _FactPath(sys.intern(fact.name), place, parameters[0], steps[at:], take)
             if at:
-                readers = _make_values_reader(steps[:at]), _make_values_reader(split_path_steps(paths[1]))
+                readers = _make_path_reader(steps[:at]), _make_path_reader(split_path_steps(paths[1]))
                 texts = _make_texts_converter(keys.cut if keys else "")
                 reader.add_value_reader(
                     path.parameter, _FactsOfSeveral(path, parameters[1], *readers, texts, names).read_facts_and_keys
@@ -264,7 +264,7 @@ def _defines_str(kind: type) -> bool:
 
 
 def _make_key_reader(keys: RequestKeys) -> ReadResult:
-    of_key, text = _make_values_reader(split_path_steps(keys.argument)), _make_text_converter(keys.cut)
+    of_key, text = _make_path_reader(split_path_steps(keys.argument)), _make_text_converter(keys.cut)
 
     def read_key(value: Any) -> Values:
         value = of_key(value)
@@ -278,10 +278,10 @@ def _make_key_reader(keys: RequestKeys) -> ReadResult:
 
 def _make_batch_reader(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
     of_keys, texts = (
-        _make_values_reader(split_path_steps(request_keys.argument)),
+        _make_path_reader(split_path_steps(request_keys.argument)),
         _make_texts_converter(request_keys.cut),
     )
-    of_weights = _make_values_reader(split_path_steps(request_keys.weights)) if request_keys.weights else None
+    of_weights = _make_path_reader(split_path_steps(request_keys.weights)) if request_keys.weights else None
 
     def read_batch(value: Any, *weighed: Any) -> Values:
         batch = of_keys(value)
@@ -324,7 +324,7 @@ def _take_items(iterable: Any, most: int) -> list[Any]:
     return read_first_items(iterable, most)
 
 
-def _make_values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
+def _make_path_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
     if EACH not in steps:
 
         def follow_steps(value: Any) -> Any:
@@ -334,7 +334,7 @@ def _make_values_reader(steps: Sequence[str]) -> Callable[[Any], Any]:
 
         return follow_steps
     at = len(steps) - 1 - steps[::-1].index(EACH)
-    before, after = _make_values_reader(steps[:at]), steps[at + 1 :]
+    before, after = _make_path_reader(steps[:at]), steps[at + 1 :]
     attributes = [(step, attrgetter(step)) for step in after]
 
     def read_each(value: Any) -> Any:

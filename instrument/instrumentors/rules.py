@@ -51,7 +51,7 @@ class Functions(Instrumentor):
         if watches:
             from instrument.instrumentors.argument_watch import ArgumentWatch  # for `instrument init` alone
 
-            self.watch = ArgumentWatch(self.may_select_in)
+            self.watch = ArgumentWatch(self.has_module_pattern)
         self._probes: dict[Probe, FunctionRule] = {}
         self._early: dict[int, Probe] = {}  # of functions that no module has a name for yet, by their identity
         self._pickling: list[functions.Undo] = []
@@ -81,11 +81,11 @@ class Functions(Instrumentor):
         for module in modules if rules else ():
             self._watch_handler_registrations(module)
         before_lineages, self._lineages = self._lineages, {}
-        modules = [module for module in modules if any(map(self.may_select_in, list_names_of_module(module)))]
+        modules = [module for module in modules if any(map(self.has_module_pattern, list_names_of_module(module)))]
         self._modules = {list_names_of_module(module)[-1]: module for module in modules}
         owners: dict[str, int] = {}
         for module in modules:
-            for index, label in sorted(self._find_selected(module), key=lambda table: table[0]):
+            for index, label in sorted(self._find_targets(module), key=lambda table: table[0]):
                 owners.setdefault(label, index)
         stay: dict[Probe, FunctionRule] = {}
         obsolete = []
@@ -128,27 +128,27 @@ class Functions(Instrumentor):
         return {verdict.site for verdict in verdicts if verdict is not None and verdict.site is not None}
 
     def may_match(self, module_name: str) -> bool:
-        return module_name in functions.SEAMS or self.may_select_in(module_name)
+        return module_name in functions.SEAMS or self.has_module_pattern(module_name)
 
-    def may_select_in(self, module_name: str) -> bool:
+    def has_module_pattern(self, module_name: str) -> bool:
         return any(matches_pattern(text, module_name) for text in self._module_patterns)
 
     def attach_to(self, module: ModuleType) -> bool:
         with self._lock:
             self._watch_handler_registrations(module)
-            return any(map(self.may_select_in, list_names_of_module(module))) and self._attach_selected(module)
+            return any(map(self.has_module_pattern, list_names_of_module(module))) and self._attach_to_targets(module)
 
     def _watch_handler_registrations(self, module: ModuleType) -> None:
         if list_names_of_module(module)[0] in functions.SEAMS:
             self._undos += functions.intercept_registrations(module, self._record_registered_handler)
 
-    def _attach_selected(self, module: ModuleType) -> bool:
+    def _attach_to_targets(self, module: ModuleType) -> bool:
         self._modules[list_names_of_module(module)[-1]] = module
-        attachable = list(self._pick_targets(self._find_selected(module)))
+        attachable = list(self._pick_targets(self._find_targets(module)))
         shared = [target for _, target in attachable if functions.count_other_references(target) > 0]
         names = find_names_in_modules(target.function for target in shared)
         ref_counts = [
-            (target, functions.count_other_references(target) - _count_other_names(target, names)) for target in shared
+            (target, functions.count_other_references(target) - _count_aliases(target, names)) for target in shared
         ]
         # A target's own module or class refers to it, too.
         counts = {
@@ -157,7 +157,7 @@ class Functions(Instrumentor):
         tied = [target for target, count in ref_counts if count > 0]
         raws = {id(target.raw) for target in tied}
         search = Search(
-            Kept(target.function for target in tied), counts, lambda obj: id(obj) in raws or _belongs_to_package(obj)
+            Kept(target.function for target in tied), counts, lambda obj: id(obj) in raws or _is_sdk_object(obj)
         )
         probes: dict[int, tuple[int, Probe]] = {}
         for index, target in attachable:
@@ -177,7 +177,7 @@ class Functions(Instrumentor):
                 module_namespace(owner)[name] = probes[key][1].wrapped
         for owner, name, key in search.in_classes:
             if key in probes:
-                probes[key][1].attach_in_class(owner, name)
+                probes[key][1].attach_alias(owner, name)
         for key in probes.keys() & search.others.keys():
             self._note_references(*probes[key], search.others[key])
         return bool(probes)
@@ -228,13 +228,13 @@ class Functions(Instrumentor):
             probe.undo()
         rebind_objects((probe.wrapped, probe.target.function) for probe in probes)
 
-        def restore() -> None:
+        def reattach_probes() -> None:
             off = [probe for probe in probes if not probe.is_set and probe in self._probes]  # else the rules changed
             for probe in off:
                 probe.attach()
             rebind_objects((probe.target.function, probe.wrapped) for probe in off if probe.target.raw is not None)
 
-        return restore if probes else None
+        return reattach_probes if probes else None
 
     def _remove_probes(self, probes: Sequence[Probe]) -> None:
         for probe in reversed(probes):
@@ -243,7 +243,7 @@ class Functions(Instrumentor):
         rebind_objects((probe.wrapped, probe.target.function) for probe in probes)
         self._early = {key: probe for key, probe in self._early.items() if probe not in set(probes)}
 
-    def _find_selected(self, module: ModuleType) -> dict[tuple[int, str], Target | Unreachable]:
+    def _find_targets(self, module: ModuleType) -> dict[tuple[int, str], Target | Unreachable]:
         selected: dict[tuple[int, str], Target | Unreachable] = {}
         for index, rule in enumerate(self.rules):
             for text in rule.match:
@@ -265,7 +265,7 @@ class Functions(Instrumentor):
                     lineage.add_class(target.owner)
         self._wanting.setdefault(key, set()).add(index)
         for cls in self._lineages[key].overriding_classes():
-            yield from targets.find_in_override(cls, thing.attribute)
+            yield from targets.find_override_targets(cls, thing.attribute)
 
     def _attach_overrides_of_class(self, cls: type[Any]) -> None:
         with self._lock:
@@ -280,7 +280,7 @@ class Functions(Instrumentor):
                 for index, rule in enumerate(self.rules)
                 for lineage, wanting in lineages
                 if index in wanting and lineage.attribute in names
-                for thing in targets.find_in_override(cls, lineage.attribute)
+                for thing in targets.find_override_targets(cls, lineage.attribute)
                 if not _is_excluded(rule, thing)
             }
             for index, target in list(self._pick_targets(selected)):
@@ -296,7 +296,7 @@ class Functions(Instrumentor):
                 why = f"{self.rules[owner].text} has it"
             elif isinstance(framework := getattr(thing.function, "__instrument_framework__", None), str):
                 why = f"frameworks: {framework} has it"
-            elif (site := targets.recording_site(thing.function) or self._find_wrapped_site(thing)) is not None:
+            elif (site := targets.read_own_site(thing.function) or self._find_wrapped_site(thing)) is not None:
                 ours = [probe.target.label for probe in self._probes if probe.wrapped is thing.function]
                 why = f"it is the same function as {ours[0]}" if ours else f"its own decorator names it {site.name!r}"
             # A class that inherits a function gets a probe of its own; a second name of the same owner does not.
@@ -325,7 +325,7 @@ class Functions(Instrumentor):
             return early
         rule = self.rules[index]
         name, kind = (
-            target.fill_fields(rule.name) if rule.name else target.span_name,
+            target.fill_span_name(rule.name) if rule.name else target.span_name,
             self._find_span_kind(target.label, rule),
         )
         options: Any = {"device": rule.device, "phase": rule.phase, "min_ns": rule.min_ns}
@@ -403,7 +403,7 @@ class Functions(Instrumentor):
             return verdict
         overriding = [cls for cls in all_subclasses(owner) if attribute in type_namespace(cls)]
         labels = sorted(
-            targets.override_label(cls, attribute) for cls in overriding if not is_method_recorded(cls, attribute)
+            targets.make_method_label(cls, attribute) for cls in overriding if not is_method_recorded(cls, attribute)
         )
         missed = [label for label in labels if not any(_matches_label(text, label) for text in rule.exclude)]
         if not missed:
@@ -433,7 +433,7 @@ class Functions(Instrumentor):
             why += " defined it where nobody looked; start the program with `instrument run -- script.py`, or use "
             why += "@profiled, or put it into a module of its own"
         else:
-            hints = (suggest_nearest(text, targets.all_labels(modules)) for text in rule.match)
+            hints = (suggest_nearest(text, targets.list_labels(modules)) for text in rule.match)
             state, why = "not found", "matched no function" + next(filter(None, hints), "")
         return Verdict(rule.text, state, why=why)
 
@@ -442,13 +442,13 @@ class Functions(Instrumentor):
         return any(isinstance(thing, Target) for thing in things)
 
 
-def _count_other_names(target: Target, names: Sequence[Name]) -> int:
+def _count_aliases(target: Target, names: Sequence[Name]) -> int:
     space = None if isinstance_of(target.owner, type) else instance_dict(target.owner)
     of_function = [name for name in names if name.key == id(target.function)]
     return sum(module_namespace(name.owner) is not space or name.name != target.attribute for name in of_function)
 
 
-def _belongs_to_package(holder: Any) -> bool:
+def _is_sdk_object(holder: Any) -> bool:
     return is_own_object(holder) and getattr(holder, "__instrument_pass__", None) is not False
 
 

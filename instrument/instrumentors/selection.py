@@ -39,8 +39,7 @@ LOOKS = 2
 progress."""
 
 _ASKED = {environment.INIT_FOLDER, CHECK_FOLDER}
-"""The environment variables with which `init` and `check` request verdicts on all rules. All families are then loaded
-at once."""
+"""The environment variables that `init` and `check` set. If either is set, all families are loaded at once."""
 
 
 class Selection:
@@ -62,7 +61,7 @@ class Selection:
         self._loading_packages: frozenset[str] = frozenset()
         """All packages whose import loads a family, also a family that is loaded already."""
         for key in FAMILIES:
-            self._attach_or_defer(key)
+            self._load_or_defer_family(key)
         self._unfinished: list[ModuleType] = []
         self._seen: set[str] = set()
         self._looks_left = 0
@@ -71,7 +70,7 @@ class Selection:
         self.noted: Callable[[], object] = lambda: None
         self.begun: Callable[[str], object] = lambda _: None
 
-    def _attach_or_defer(self, key: str) -> None:
+    def _load_or_defer_family(self, key: str) -> None:
         if not rules_under_key(self.profile, key):
             self._unloaded.pop(key, None)
             return
@@ -108,7 +107,7 @@ class Selection:
                 return self._families.get(key)
             family = self._load_family(key)
             for _, module in loaded_modules() if self._undo_imports is not None else ():
-                if _is_wanted(family, module) and not imports.is_unloaded_lazy_module(module):
+                if _is_module_wanted(family, module) and not imports.is_unloaded_lazy_module(module):
                     if _is_being_imported(module):
                         self._unfinished.append(module)
                     elif family.attach_to(module):
@@ -153,7 +152,7 @@ class Selection:
         if main:
             self._watch = watch
             watch.begin()
-        return self.undo
+        return self.detach_all
 
     def change(self, profile: Profile, *, anew: bool = False) -> tuple[list[str], list[str]]:
         """Apply another profile's rules. Return the names of the attached and of the detached probes.
@@ -175,13 +174,13 @@ class Selection:
                 if family is not None:
                     family.undo()
                     self._families = {name: awake for name, awake in self._families.items() if name != key}
-                self._attach_or_defer(key)
+                self._load_or_defer_family(key)
                 names = (name for module in loaded for name in list_names_of_module(module))
                 is_loaded = key in self._families or any(key in self._families_to_load(name) for name in names)
                 if rules and (family is not None or is_loaded):
                     family = self._families.get(key) or self._load_family(key)
                     for module in loaded:
-                        if _is_wanted(family, module):
+                        if _is_module_wanted(family, module):
                             family.attach_to(module)
             # Modules whose import began before a rule wanted them: no hook will report its end.
             self._unfinished = [
@@ -196,7 +195,7 @@ class Selection:
         self.late += sorted(late.difference(self.late))
         return attached, [name for name, probe in before.items() if after.get(name) != probe]
 
-    def attach_unfinished(self) -> bool:
+    def attach_pending_modules(self) -> bool:
         """Attach the probes in modules that another thread was importing during a change. Return True if a later call
         is necessary."""
         with self._lock:
@@ -221,7 +220,7 @@ class Selection:
             functions.after_fork_in_child()
         self._ports = frozenset()
 
-    def undo(self) -> None:
+    def detach_all(self) -> None:
         with self._lock:
             if self._undo_imports is not None:
                 self._undo_imports()
@@ -242,10 +241,10 @@ class Selection:
         copied = False
         with self._lock:
             for family in list(self._families.values()):
-                if _is_wanted(family, module):
+                if _is_module_wanted(family, module):
                     copied = family.attach_to(module) or copied
             functions = self._families.get("functions")
-            has_functions = functions is not None and _is_wanted(functions, module)
+            has_functions = functions is not None and _is_module_wanted(functions, module)
         if has_functions:
             self.noted()
         return copied
@@ -255,7 +254,7 @@ class Selection:
         for key in list(self._unloaded) if of_all else ():
             self.attach_family(key)
         with self._lock:
-            self.attach_unfinished()
+            self.attach_pending_modules()
             if (requests := self._families.get("requests")) is not None:
                 requests.ports = self._ports
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
@@ -271,7 +270,7 @@ class Selection:
                         names.update(verdict.rule for verdict in verdicts)
         return names
 
-    def has_requests(self) -> bool:
+    def has_begun_request(self) -> bool:
         family = self._families.get("requests")
         return family is not None and bool(family.has_begun_request())
 
@@ -283,9 +282,9 @@ class Selection:
         self._ports |= frozenset(ports)
 
     def note_current_connections(self) -> None:
-        is_asked = "socket" in sys.modules and self.profile.requests and not self.has_requests()
+        is_asked = "socket" in sys.modules and self.profile.requests and not self.has_begun_request()
         if is_asked and environment.has_listening_socket():
-            connections = environment.connections_of(Path("/proc/self"))
+            connections = environment.list_connections(Path("/proc/self"))
             self.note_connections(connections.open | connections.closed)
 
     def argument_watch(self) -> ArgumentWatch | None:
@@ -310,7 +309,7 @@ class Selection:
             attach()
 
 
-def _is_wanted(family: Instrumentor, module: ModuleType) -> bool:
+def _is_module_wanted(family: Instrumentor, module: ModuleType) -> bool:
     return any(map(family.may_match, list_names_of_module(module)))
 
 

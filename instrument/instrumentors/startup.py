@@ -45,7 +45,7 @@ LOADS = {
     "joblib.numpy_pickle:load": "joblib.load",
 }
 COMPILES = {"torch.jit._freeze:freeze": "torch.jit.freeze", "torch.export:export": "torch.export.export"}
-"""The names of spans, by function. `torch.jit.trace` and `script` are missing, because they read names from their
+"""The name of the span of each compile function. `torch.jit.trace` and `script` are missing, because they read their
 caller's frame."""
 
 
@@ -68,7 +68,7 @@ class StartupWatch(Instrumentor):
         return self._functions.probes_by_name()
 
     def may_match(self, module_name: str) -> bool:
-        return module_name == _DYNAMO or self._functions.may_select_in(module_name)
+        return module_name == _DYNAMO or self._functions.has_module_pattern(module_name)
 
     def attach_to(self, module: ModuleType) -> bool:
         if module.__name__ == _DYNAMO:
@@ -116,7 +116,7 @@ LIMIT = 2_000
 OTHERS = "(other packages)"
 
 NEWEST = 4_096
-"""The number of newest imports whose start times are stored, to report imports after the first request."""
+"""The maximum number of imports that are stored to find those after the first request."""
 
 OWN = __name__.partition(".")[0]
 
@@ -184,13 +184,13 @@ class ImportTimes:
         functools.update_wrapper(_find_and_load, original)
         bootstrap._find_and_load = _find_and_load
 
-        def undo() -> None:
+        def stop_timing() -> None:
             nonlocal watching
             watching = False
             if bootstrap._find_and_load is _find_and_load:
                 bootstrap._find_and_load = original
 
-        return undo
+        return stop_timing
 
     def _end_import(self, stack: list[_OpenImport], importing: _OpenImport) -> None:
         took_ns = _clock() - importing.began_ns

@@ -36,7 +36,7 @@ from instrument.runtime.cheap_start import NamedTuple, dataclass, field, late_pa
 from instrument.runtime.main_module import list_names_of_module
 
 Put = Callable[[Any], Any]
-"""A function that puts another function into a decorator's object, and returns that object or a new one."""
+"""A function that puts a new function into a decorator's object, and returns the changed object or a new object."""
 
 _NATIVE = native.MODULE
 _CACHED = type(lru_cache(lambda: None))
@@ -83,7 +83,7 @@ class Target:
         part = self.qualname.rpartition(".")[2]
         return self.qualname if own_name in ("<lambda>", "_") or part in ("setter", "deleter") or "[" in part else None
 
-    def fill_fields(self, name: str) -> str:
+    def fill_span_name(self, name: str) -> str:
         """Replace `{module}`, `{qualname}`, `{class}` and `{function}` in a rule's span name."""
         owner, _, function_name = self.qualname.rpartition(".")
         value_by_field = {"module": self.module, "qualname": self.qualname, "class": owner, "function": function_name}
@@ -170,7 +170,7 @@ def find_functions(module: ModuleType, match: str, name: str = "") -> Iterator[T
     for index, segment in enumerate(path):
         if type(owner) is FunctionType:
             break
-        owner = _raw_attribute(owner, segment)
+        owner = _read_raw_attribute(owner, segment)
         if owner is None:
             return
         inner_class = _find_decorated_class(owner, module.__name__, ".".join(path[: index + 1]))
@@ -187,7 +187,7 @@ def _find_named_functions(
             why = f"it is made anew at each call of {owner.__qualname__}; use @profiled in the source"
             yield Unreachable(label, why)
         return
-    value = _raw_attribute(owner, last)
+    value = _read_raw_attribute(owner, last)
     if value is None:
         if owner is module and "__getattr__" in module_namespace(module):
             why = "the module makes names when they are asked for (__getattr__); name the module that defines it"
@@ -222,7 +222,7 @@ def _add_decorator_notes(things: Iterable[Target | Unreachable], holder: Any) ->
             yield dataclasses.replace(thing, note="; ".join(filter(None, [note, thing.note])))
 
 
-def _raw_attribute(owner: Any, attribute: str) -> Any:
+def _read_raw_attribute(owner: Any, attribute: str) -> Any:
     if isinstance_of(owner, type):
         return type_attribute(owner, attribute)
     names = instance_dict(owner) or {}
@@ -257,7 +257,7 @@ def _find_matching_functions(
                 yield thing
 
 
-def recording_site(function: Any) -> Site | None:
+def read_own_site(function: Any) -> Site | None:
     if _NATIVE is not None and isinstance_of(function, _NATIVE.Function):
         site = getattr(function, "__instrument__", None)
     else:
@@ -272,17 +272,17 @@ def is_public_method(method: str) -> bool:
 def _is_function(thing: Any) -> bool:
     kind = type(thing)
     made_by_cython = kind.__name__ == "cython_function_or_method"
-    return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or recording_site(thing) is not None
+    return kind in (FunctionType, BuiltinFunctionType, _CACHED) or made_by_cython or read_own_site(thing) is not None
 
 
-def find_in_override(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
+def find_override_targets(cls: type[Any], attribute: str) -> Iterator[Target | Unreachable]:
     home: str = type_attribute(cls, "__module__")
     yield from _find_functions_in_value(
-        home, cls, attribute, type_namespace(cls)[attribute], override_label(cls, attribute)
+        home, cls, attribute, type_namespace(cls)[attribute], make_method_label(cls, attribute)
     )
 
 
-def override_label(cls: type[Any], attribute: str) -> str:
+def make_method_label(cls: type[Any], attribute: str) -> str:
     """Return the label `module:qualname` by which a rule can select a method of a class."""
     return f"{type_attribute(cls, '__module__')}:{type.__dict__['__qualname__'].__get__(cls)}.{attribute}"
 
@@ -332,9 +332,9 @@ class DecoratedPart(NamedTuple):
 def iterate_decorated_parts(raw: Any) -> Iterator[DecoratedPart]:
     kind = type(raw)
     parts: list[tuple[str, Any, Put]] = []
-    if kind is FunctionType and raw.__code__ in _CONTEXT_MANAGERS and recording_site(raw) is None:
+    if kind is FunctionType and raw.__code__ in _CONTEXT_MANAGERS and read_own_site(raw) is None:
         cell = dict(zip(raw.__code__.co_freevars, raw.__closure__ or (), strict=True))["func"]
-        parts = [("", cell.cell_contents, partial(_put_and_return, raw, setattr, cell, "cell_contents"))]
+        parts = [("", cell.cell_contents, partial(_put_function, raw, setattr, cell, "cell_contents"))]
     elif _is_function(raw):
         parts = [("", raw, lambda new: new)]
     elif issubclass(kind, (staticmethod, classmethod)):
@@ -344,29 +344,29 @@ def iterate_decorated_parts(raw: Any) -> Iterator[DecoratedPart]:
         parts = [(suffix, side, partial(_set_accessor, raw, index)) for index, suffix, side in sides]
     elif issubclass(kind, partial):
         state: Any = partial.__reduce__(raw)[2]
-        parts = [("", state[0], partial(_set_partial, raw))]
+        parts = [("", state[0], partial(_set_partial_function, raw))]
     elif issubclass(kind, (functools.cached_property, functools.partialmethod)):
         names = instance_dict(raw) or {}
-        parts = [("", names.get("func"), partial(_put_and_return, raw, dict.__setitem__, names, "func"))]
+        parts = [("", names.get("func"), partial(_put_function, raw, dict.__setitem__, names, "func"))]
     elif issubclass(kind, functools.singledispatchmethod):
         dispatcher = (instance_dict(raw) or {})["dispatcher"]
         parts = [
-            ("" if of is object else f"[{of.__name__}]", part, partial(_put_and_return, raw, dispatcher.register, of))
+            ("" if of is object else f"[{of.__name__}]", part, partial(_put_function, raw, dispatcher.register, of))
             for of, part in dict(dispatcher.registry).items()
         ]
     elif type_attribute(kind, "_self_wrapper") is not None:  # wrapt's wrapper has a slot for the function
         slot = type_attribute(kind, "__wrapped__")
         if type(slot) in (GetSetDescriptorType, MemberDescriptorType):
-            parts = [("", slot.__get__(raw), partial(_put_and_return, raw, type(slot).__set__, slot, raw))]
+            parts = [("", slot.__get__(raw), partial(_put_function, raw, type(slot).__set__, slot, raw))]
     yield from (DecoratedPart(*part) for part in parts if _is_function(part[1]))
 
 
-def _put_and_return(raw: Any, put: Callable[..., object], *arguments: Any) -> Any:
+def _put_function(raw: Any, put: Callable[..., object], *arguments: Any) -> Any:
     put(*arguments)
     return raw
 
 
-def _set_partial(raw: Any, new: Any) -> Any:
+def _set_partial_function(raw: Any, new: Any) -> Any:
     state: Any = partial.__reduce__(raw)[2]
     partial.__setstate__(raw, (new, *state[1:]))  # type: ignore[attr-defined]
     return raw
@@ -412,7 +412,7 @@ def _find_decorated_object(
             ):
                 near.append(part)
     has_place = function is not None and any(_find_containers(near, function))
-    return function, partial(_replace_in_places, near, Kept([function])) if has_place else None
+    return function, partial(_replace_function, near, Kept([function])) if has_place else None
 
 
 def _find_containers(near: Kept, function: Any) -> Iterator[tuple[Any, str, DecoratedPart]]:
@@ -429,7 +429,7 @@ def _find_containers(near: Kept, function: Any) -> Iterator[tuple[Any, str, Deco
                 yield from ((thing, name, part) for part in iterate_decorated_parts(value) if part.function is function)
 
 
-def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
+def _replace_function(near: Kept, now: Kept, new: Any) -> None:
     for thing, name, part in Kept(_find_containers(near, now[0])):
         if isinstance_of(thing, type):
             type.__setattr__(thing, name, part.put(new))
@@ -439,7 +439,7 @@ def _replace_in_places(near: Kept, now: Kept, new: Any) -> None:
     now[0] = new
 
 
-def all_labels(modules: Iterable[ModuleType]) -> list[str]:
+def list_labels(modules: Iterable[ModuleType]) -> list[str]:
     things = (
         thing
         for module in modules

@@ -28,7 +28,7 @@ LOOPS = (("asyncio.base_events", "BaseEventLoop"), ("uvloop", "Loop"))
 """The module and class of each event loop that reports its tasks to the recorder."""
 
 
-def watch_contexts(recorder: Recorder = RECORDER) -> Undo:
+def report_context_copies(recorder: Recorder = RECORDER) -> Undo:
     """Report each copy of a `contextvars` context to the recorder. Return the function that stops this."""
     undos: list[Undo] = []
     original, copy_context = contextvars.copy_context, recorder.copy_context
@@ -57,7 +57,7 @@ def watch_contexts(recorder: Recorder = RECORDER) -> Undo:
             if kind is not None and kind not in wrappers:
                 wrappers[kind] = wrap_create_task(kind)
 
-    def reports_tasks() -> bool:
+    def loop_reports_tasks() -> bool:
         loop = sys.modules["asyncio.events"]._get_running_loop()
         method = type(loop).create_task
         if method not in wrappers.values():
@@ -66,15 +66,15 @@ def watch_contexts(recorder: Recorder = RECORDER) -> Undo:
         # A class or an instance with another `create_task` does not.
         return method in wrappers.values() and "create_task" not in vars(loop)
 
-    def undo() -> None:
+    def stop_reporting() -> None:
         rebind_objects([(copy_context, original)])
         recorder.reports_tasks = None
         undo_all(undos)
 
     wrap_loops()
-    recorder.reports_tasks = reports_tasks
+    recorder.reports_tasks = loop_reports_tasks
     rebind_objects([(original, copy_context)])
-    return undo
+    return stop_reporting
 
 
 POOL_MODULE = "concurrent.futures.thread"
@@ -91,16 +91,16 @@ def watch_thread_handovers(recorder: Recorder = RECORDER) -> Undo:
     this."""
     undos: list[Undo] = []
 
-    def wrap_start(owner: Any, name: str, form: str) -> None:
+    def wrap_handover(owner: Any, name: str, form: str) -> None:
         function = wrapping.make_wrapper(recorder, getattr(owner, name), QUEUE, form=FORMS.index(form))
         undos.append(replace_attribute(owner, name, function))
 
     def attach_to(module: ModuleType) -> None:
-        wrap_start(module.ThreadPoolExecutor, "submit", "submit")
+        wrap_handover(module.ThreadPoolExecutor, "submit", "submit")
 
     for name in STARTS:
         if hasattr(threading, name):
-            wrap_start(threading, name, "start")
+            wrap_handover(threading, name, "start")
     if POOL_MODULE in sys.modules:
         attach_to(sys.modules[POOL_MODULE])
     else:

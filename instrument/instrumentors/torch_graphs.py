@@ -28,7 +28,7 @@ def exclude_from_compiler(torch: Any, functions: Iterable[Any]) -> None:
                 evaluation.set_code_exec_strategy(code, strategy)
 
 
-def get_compiling_test(torch: Any) -> Callable[[], bool]:
+def get_is_compiling(torch: Any) -> Callable[[], bool]:
     is_compiling: Callable[[], bool] | None = getattr(getattr(torch, "compiler", None), "is_compiling", None)
     return is_compiling or (lambda: False)
 

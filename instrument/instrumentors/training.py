@@ -28,7 +28,7 @@ from instrument.errors import error_name
 from instrument.instrumentors.functions import Switch, replace_attribute, replaces_attribute
 from instrument.instrumentors.lineages import all_subclasses
 from instrument.instrumentors.targets import make_site
-from instrument.instrumentors.torch_graphs import exclude_from_compiler, get_compiling_test, get_evaluator_setter
+from instrument.instrumentors.torch_graphs import exclude_from_compiler, get_evaluator_setter, get_is_compiling
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import CallWork
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -44,7 +44,7 @@ PASSES: Mapping[str, frozenset[str]] = {
     BACKWARD: frozenset({FORWARD, BACKWARD}),
     OPTIMIZER: frozenset({FORWARD, BACKWARD, OPTIMIZER}),
 }
-"""The phases that, while open on a thread, suppress the span of a further call. The key is the further call's phase."""
+"""The open phases in which a further call on the thread gets no span, by phase of the call."""
 
 _WRAPPED_IN: Mapping[str, str] = {
     "OptimizedModule": "_orig_mod",
@@ -52,7 +52,7 @@ _WRAPPED_IN: Mapping[str, str] = {
     "DataParallel": "module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",
 }
-"""The attribute with the wrapped model for each wrapper class."""
+"""The attribute that contains the wrapped model, by class of the wrapper."""
 
 UNSEEN_PHASES = (
     "modules and optimizers within a function that torch.compile has compiled, and C++ code that calls the engine"
@@ -88,11 +88,11 @@ class Phases(Switch):
         self._mark_attached()
         version = getattr(torch, "version", None)
         self._has_device = bool(getattr(version, "cuda", None) or getattr(version, "hip", None))
-        self._is_compiling = get_compiling_test(torch)
+        self._is_compiling = get_is_compiling(torch)
         self._graph_task = getattr(torch._C, "_current_graph_task_id", self._graph_task)
         self._evaluate = get_evaluator_setter(torch)
         self._exclude_functions = functools.partial(exclude_from_compiler, torch)
-        self._exclude_functions((self._run_call, _unwrap_model))
+        self._exclude_functions((self._run_as_phase, _unwrap_model))
         module_type = torch.nn.Module
         self._undos.append(replace_attribute(module_type, "__call__", self._wrap_call(module_type.__call__)))
         # Both backward() and grad() call it. Compilers know those two by identity, but not this one.
@@ -120,7 +120,7 @@ class Phases(Switch):
         torch.profiler (`with_stack`) recognises the wrapper by its code, and reads the module from its local variable
         `self`. Without a module in `self`, the process would crash.
         """
-        recorder, inside, run, passes = self._recorder, self._inside, self._run_call, PASSES[FORWARD]
+        recorder, inside, run, passes = self._recorder, self._inside, self._run_as_phase, PASSES[FORWARD]
         is_compiling = self._is_compiling
 
         @functools.wraps(method)
@@ -135,7 +135,7 @@ class Phases(Switch):
         return wrapper
 
     def _wrap_function(self, phase: str, function: Callable[..., Any]) -> Any:
-        recorder, inside, run, passes = self._recorder, self._inside, self._run_call, PASSES[phase]
+        recorder, inside, run, passes = self._recorder, self._inside, self._run_as_phase, PASSES[phase]
         is_compiling, of_object = self._is_compiling, phase == OPTIMIZER
 
         @functools.wraps(function)
@@ -148,7 +148,7 @@ class Phases(Switch):
         self._exclude_functions((wrapper,))
         return wrapper
 
-    def _run_call(self, phase: str, function: Callable[..., Any], thing: Any, args: Any, kwargs: Any) -> Any:
+    def _run_as_phase(self, phase: str, function: Callable[..., Any], thing: Any, args: Any, kwargs: Any) -> Any:
         """Run a call, and record it as a phase. Calls in a thread's autograd task are a part of backward."""
         if not self._attached or self._graph_task() != -1:  # a compiled model still calls its wrapper after `undo`
             return function(*args, **kwargs)
@@ -198,12 +198,12 @@ class Phases(Switch):
         patch, attach = base._patch_step_function, self._wrap_optimizer_step
 
         @replaces_attribute(base, "_patch_step_function")
-        def undo(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def restore_step_patch(self: Any, /, *args: Any, **kwargs: Any) -> Any:
             out = patch(self, *args, **kwargs)
             FAULTS.attempt("step of an optimizer", lambda: attach(type(self)))
             return out
 
-        self._undos.append(undo)
+        self._undos.append(restore_step_patch)
         for cls in all_subclasses(base):
             if hasattr(vars(cls).get("step"), "hooked"):
                 attach(cls)
@@ -247,7 +247,7 @@ _METHODS: Mapping[str, Sequence[str]] = {
     "coalesced": ("_end_coalescing",),
 }
 OPERATIONS: Mapping[str, str] = {method: name for name, methods in _METHODS.items() for method in methods}
-"""The operation of `torch.distributed` that each method of process groups performs, over all versions of torch."""
+"""The operation of `torch.distributed`, by method of a process group, for all versions of torch."""
 
 PEERS = frozenset({"send", "recv"})
 
@@ -295,7 +295,7 @@ class Comm(Switch):
             self._why = "this torch.distributed has no process groups"
             return
         self._mark_attached()
-        self._is_compiling = get_compiling_test(module.torch)
+        self._is_compiling = get_is_compiling(module.torch)
         wrappers: list[tuple[Any, str, Any]] = [(work, "wait", self._wrap(work.wait, self._begin_wait, self._end_wait))]
         for name, operation in OPERATIONS.items():
             if hasattr(group, name):

@@ -55,7 +55,7 @@ class Verdict:
         more = "; ".join(filter(None, (counted, self.why)))
         return f"{subject}: {self.state}" + (f" ({more})" if more else "")
 
-    def with_calls(self, calls_of: Callable[[Site], int]) -> Verdict:
+    def with_call_count(self, calls_of: Callable[[Site], int]) -> Verdict:
         """Return the verdict with the number of calls. An `attached` target without calls becomes `uncalled`."""
         if self.site is None or self.state not in RECORDING:
             return self

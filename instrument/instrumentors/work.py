@@ -35,11 +35,10 @@ KEPT = 1024
 """The maximum number of objects whose devices are cached. At the limit the cache is emptied."""
 
 SELDOM = 1024
-"""The maximum number of calls between two searches for a model in an object without a model. The number doubles from
-1."""
+"""The maximum number of calls between two searches of an object without a model. The number doubles from 1."""
 
 ITEMS = 64
-"""The maximum number of items to examine in a container among a call's arguments."""
+"""The maximum number of items to examine per container in a call's arguments."""
 
 _PLAIN = (str, bytes, int, float, type(None), FunctionType, ModuleType)
 _CONTAINERS = (list, tuple, dict, UserDict)

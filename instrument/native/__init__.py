@@ -27,9 +27,9 @@ MODULE, reason = _load_extension()
 """The extension module `_recorder`, or None and the reason why it is missing."""
 
 WHY_MISSING = f"the recorder in C is missing: {reason}" if reason else ""
-"""The reason why nothing can be recorded, and the remedy, "" if the recorder works."""
+"""The reason why nothing can be recorded, with a remedy. "" if the recorder works."""
 
 _IS_SWITCHED_OFF = os.environ.get("INSTRUMENT", "").strip().lower() in {"off", "0", "false", "no"}
 
 OFF = "INSTRUMENT=off" if _IS_SWITCHED_OFF else WHY_MISSING
-"""The reason why decorators and hooks do nothing in this process, "" if they record."""
+"""The reason why decorators and hooks do nothing in this process. "" if they record."""

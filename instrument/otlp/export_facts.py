@@ -55,12 +55,12 @@ class Ids:
         span_id: int = mix_bits(self._seed + number) or mix_bits(self._seed)
         return span_id
 
-    def take_device_numbers(self, count: int) -> int:
+    def reserve_numbers(self, count: int) -> int:
         first = self._device_number
         self._device_number += count
         return first
 
-    def ids_of_root(self, span: Span) -> tuple[int, int]:
+    def make_root_ids(self, span: Span) -> tuple[int, int]:
         trace_id = self.trace_id(span.root_id) if span.remote is None else span.remote.trace_id
         return trace_id, self.span_id(span.span_id)
 
@@ -108,7 +108,7 @@ class MeteredFacts:
     - `routes` are the routes for which a model generates answers.
     - `by` is the attribute that groups requests, in at most `at_most` groups.
     - `watches` is True if spans of generators and batches are needed.
-    - `calls` has the ids (`site_mark`) of functions with metrics, `streams` those of generators.
+    - `calls` has the ids (`make_site_id`) of functions with metrics, `streams` those of generators.
     - `environ` has the environment variables that shape the metrics.
     - `losses` and `queued` are counts, and `costs_ns` times, by name.
     """
@@ -142,7 +142,7 @@ def encode_facts(facts: ExportFacts) -> dict[str, Any]:
         "seeds": list(facts.ids.seeds),
         "instance": facts.ids.instance,
         "run": facts.ids.run,
-        "resource": {str(name): packing.convert_to_plain(value) for name, value in facts.resource.items()},
+        "resource": {str(name): packing.convert_value(value) for name, value in facts.resource.items()},
         "capture": asdict(facts.capture),
         "spans_per_request": facts.spans_per_request,
         "metered": asdict(facts.metered),

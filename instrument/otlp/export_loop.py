@@ -30,16 +30,16 @@ SETTLE_EACH_NS = 10**9
 """Nanoseconds between two rounds that decide about due requests and send their spans, unless many rows are read."""
 
 BEHIND_NS = 5 * 10**9
-"""The maximum nanoseconds without a round of decisions if the collector has not accepted earlier spans."""
+"""Nanoseconds after which requests are settled although the collector has not accepted earlier spans."""
 
 MOST_LOOKS = 20
 """The maximum number of times that all recordings are read before a scrape is answered, or spans are flushed."""
 
 UNREAD_LIMIT_S = 1.0
-"""Seconds to wait for space for earlier spans before the export of a window fails."""
+"""Seconds to wait for space in the exporter's queue before the export of a window fails."""
 
 FULL_RETRY_S = 0.02
-"""Seconds between two attempts to read more rows while the exporter has no space for more spans."""
+"""Seconds between two attempts to read rows while the exporter's queue is full."""
 
 
 class EndedExport(NamedTuple):
@@ -97,13 +97,13 @@ class ExportLoop:
         self.datasets[place].members.add(export)
         export.has_dataset = True
 
-    def begin_files(self, number: int, folder: Path, run: str, disk_bytes: int) -> None:
+    def begin_kept_files(self, number: int, folder: Path, run: str, disk_bytes: int) -> None:
         from instrument.otlp.file_exports import KeptFiles
 
         files = self._files[number] = KeptFiles(folder, run, disk_bytes)
         self.recordings[number].keep_spans = files.add_spans
 
-    def attempt(self, number: int, action: Callable[[], object]) -> None:
+    def attempt_on_recording(self, number: int, action: Callable[[], object]) -> None:
         """Call an action on a recording. If it fails, end the export of that recording only."""
         try:
             action()
@@ -111,16 +111,16 @@ class ExportLoop:
             self.faults += 1
             self.end_export(number, problem)
 
-    def attempt_dataset(self, action: Callable[[], object]) -> None:
+    def attempt_on_dataset(self, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception as problem:
             self.faults += 1
             logger.warning("export.parquet: %.500s", problem)
         for dataset in self.datasets.values():
-            if lost := dataset.take_lost_row_count():
-                member = next((export for export in dataset.members if export.reading is not None), None)
-                (self._report_unstored if member is None else member.note_unstored)(lost)
+            if lost := dataset.count_newly_lost_rows():
+                member = next((export for export in dataset.members if export.current_reading is not None), None)
+                (self._report_unstored if member is None else member.count_unstored_rows)(lost)
 
     def end_export(self, number: int, problem: Exception | None = None) -> None:
         export, ended = self.recordings.pop(number, None), EndedExport({}, problem)
@@ -132,30 +132,30 @@ class ExportLoop:
                     ended = ended._replace(
                         key=export.key, metered=export.read_metrics_for_scrape() if export.is_scraped else None
                     )
-                    self._write_kept(number, export, at_once=True)
+                    self._write_kept_spans(number, export, at_once=True)
                     self._files.pop(number, None)
                     for dataset in self.datasets.values():
                         if export in dataset.members:
-                            self.attempt_dataset(partial(dataset.finish_recording, export))
+                            self.attempt_on_dataset(partial(dataset.remove_recording, export))
                     ended = ended._replace(fates=export.finish_export() if export.has_ended else {})
         except Exception as fault:
             ended = ended._replace(problem=problem or fault)
         self._report_end(number, ended)
 
-    def end_settled(self) -> None:
+    def end_settled_exports(self) -> None:
         for number, export in list(self.recordings.items()):
-            self.attempt(number, partial(self._end_if_settled, number, export))
+            self.attempt_on_recording(number, partial(self._end_if_settled, number, export))
 
     def _end_if_settled(self, number: int, export: RecordingExport) -> None:
-        if export.is_over and export.settle_remaining():
+        if export.is_over and export.settle_remaining_spans():
             self.end_export(number)
 
     def end_datasets(self, until: float) -> None:
         for place, dataset in list(self.datasets.items()):
             for export in dataset.members:
                 if export.source is not None:
-                    self.attempt_dataset(partial(dataset.put_window, export))
-            self.attempt_dataset(partial(dataset.end_dataset, until))
+                    self.attempt_on_dataset(partial(dataset.put_window, export))
+            self.attempt_on_dataset(partial(dataset.end_dataset, until))
             del self.datasets[place]
 
     def close(self) -> None:
@@ -173,13 +173,13 @@ class ExportLoop:
         for export in list(self.recordings.values()):
             if export.owns_source(source):
                 export.note_sent()
-        if self.is_behind:
+        if self.is_paused:
             self._has_room()
 
     # ---------------------------------------------------------------- reading
 
     @property
-    def is_behind(self) -> bool:
+    def is_paused(self) -> bool:
         """True if a recording is not read further because the exporter has no space for more spans."""
         return any(export.is_behind for export in list(self.recordings.values()))
 
@@ -188,8 +188,8 @@ class ExportLoop:
         return all(self.read_and_settle(at_once=at_once, metered=metered) for _ in range(MOST_LOOKS))
 
     def read_remaining_rows(self, until: float) -> None:
-        while (self.read_and_settle() or self.is_behind) and time.monotonic() < until:
-            time.sleep(FULL_RETRY_S if self.is_behind else 0)
+        while (self.read_and_settle() or self.is_paused) and time.monotonic() < until:
+            time.sleep(FULL_RETRY_S if self.is_paused else 0)
         while self.read_and_settle(is_last=True) and time.monotonic() < until:
             pass
 
@@ -198,7 +198,7 @@ class ExportLoop:
         waits, or after the time."""
         waiting = self._find_waiting_sessions()
         while waiting and time.monotonic() < until:
-            self.end_settled()
+            self.end_settled_exports()
             if self._find_waiting_sessions() != waiting:
                 return True
             time.sleep(FULL_RETRY_S)
@@ -210,8 +210,8 @@ class ExportLoop:
     def send_now(self, export: RecordingExport) -> bool:
         """Send all spans and metrics that a process has recorded so far. Return False if there was no space for all."""
         has_more = self.read_new_rows(at_once=True, metered=export)
-        export.settle_remaining()
-        return not (has_more or export.is_behind or export.reading is None)
+        export.settle_remaining_spans()
+        return not (has_more or export.is_behind or export.current_reading is None)
 
     def send_window(self, export: RecordingExport, begin_ns: int, end_ns: int) -> bool:
         """Send all spans of a process in an interval. Requests that are still open follow once they end.
@@ -219,12 +219,12 @@ class ExportLoop:
         Return False if the exporter's queue was too full to read earlier rows within `UNREAD_LIMIT_S`.
         """
         spans, until = export.read_spans_between(begin_ns, end_ns), time.monotonic() + UNREAD_LIMIT_S
-        export.keep_open(spans)
-        while self.read_new_rows(at_once=True) or self.is_behind:
+        export.keep_open_requests(spans)
+        while self.read_new_rows(at_once=True) or self.is_paused:
             if time.monotonic() > until:
                 return False
             time.sleep(FULL_RETRY_S)
-        export.send_spans(export.select_unsent(spans))
+        export.send_spans(export.select_unsent_spans(spans))
         return True
 
     def read_current_metrics(self, exports: Sequence[RecordingExport]) -> dict[str, Metered]:
@@ -248,31 +248,31 @@ class ExportLoop:
             return False
         has_more: list[int] = []
 
-        def read(number: int, export: RecordingExport) -> None:
+        def read_recording(number: int, export: RecordingExport) -> None:
             if self._is_earlier_session_open(export):
                 return
             if export.read_new_rows(is_last=is_last, meters=export is metered or is_last):
                 has_more.append(number)
 
         for number, export in list(self.recordings.items()):
-            self.attempt(number, partial(read, number, export))
+            self.attempt_on_recording(number, partial(read_recording, number, export))
         now_ns = time.monotonic_ns()
         since_ns = now_ns - self._settled_at_ns
-        is_behind = self.is_behind and since_ns < BEHIND_NS
+        is_behind = self.is_paused and since_ns < BEHIND_NS
         is_due = is_last or since_ns >= SETTLE_EACH_NS or self._settling.has_more or self._is_ahead
         if (is_due and (is_last or not is_behind)) or (at_once and not has_more):
             self._settle_requests(now_ns, is_last=is_last, at_once=at_once and not has_more)
         for number, export in list(self.recordings.items()):
-            self.attempt(number, partial(self._finish_reading, number, export))
+            self.attempt_on_recording(number, partial(self._finish_reading, number, export))
         if self.datasets:
-            self.attempt_dataset(self._close_datasets)
+            self.attempt_on_dataset(self._close_datasets)
         self._has_looked()
         return (bool(has_more) and not self._is_ahead) or (self._settling.has_more and not is_behind)
 
     @property
     def _is_ahead(self) -> bool:
         """True if a recording is not read further before the next decisions."""
-        readings = [export.reading for export in self.recordings.values()]
+        readings = [export.current_reading for export in self.recordings.values()]
         return any(reading is not None and reading.reader.is_ahead for reading in readings)
 
     def _is_earlier_session_open(self, export: RecordingExport) -> bool:
@@ -284,26 +284,26 @@ class ExportLoop:
 
     def _finish_reading(self, number: int, export: RecordingExport) -> None:
         export.take_due_metrics()
-        self._write_kept(number, export, at_once=False)
-        if self.is_behind and not export.is_behind:  # the next look begins with those for which there was no room
+        self._write_kept_spans(number, export, at_once=False)
+        if self.is_paused and not export.is_behind:  # the next look begins with those for which there was no room
             self.recordings[number] = self.recordings.pop(number)
 
-    def _write_kept(self, number: int, export: RecordingExport, *, at_once: bool) -> None:
+    def _write_kept_spans(self, number: int, export: RecordingExport, *, at_once: bool) -> None:
         files = self._files.get(number)
         if files is not None and (at_once or files.is_due):
             count, is_written = files.write_spans()
             if not export.sends:
-                export.note_written(count, is_written=is_written)
+                export.count_written_spans(count, is_written=is_written)
 
     def _settle_requests(self, now_ns: int, *, is_last: bool, at_once: bool) -> None:
         self._settled_at_ns = now_ns
         readings = []
         for number, export in self.recordings.items():
-            if (reading := export.reading) is not None:
+            if (reading := export.current_reading) is not None:
                 reading.reader.ahead = 0
                 readings += [] if export.is_spoilt else [(number, export, reading)]
         exports = [export for _, export, _ in readings]
-        self._settling.taken = [partial(dataset.put_settled, exports) for dataset in self.datasets.values()]
+        self._settling.taken = [partial(dataset.put_settled_requests, exports) for dataset in self.datasets.values()]
         self._settling.members = [reading.reader.rows for *_, reading in readings]
         settled_by_place = self._settling.settle(
             now_ns,
@@ -313,9 +313,9 @@ class ExportLoop:
         )
         for place, settled in settled_by_place.items():
             number, export, _ = readings[place]
-            self.attempt(number, partial(export.take_settled_rows, settled, self._settling.settled_ns))
+            self.attempt_on_recording(number, partial(export.take_settled_rows, settled, self._settling.settled_ns))
         for number, export, _ in readings:
-            self.attempt(number, partial(export.write_progress, self._settling.settled_ns))
+            self.attempt_on_recording(number, partial(export.write_progress, self._settling.settled_ns))
 
     def _close_datasets(self) -> None:
         for dataset in self.datasets.values():

@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Columns, Int64s
 
 LEAST_REQUEST_BYTES = 64 << 10
-"""The smallest limit in bytes that a collector's refusals of large requests can lead to. A queue of this size is sent
-at once."""
+"""The minimum to which a collector's refusals reduce the size of requests, in bytes. A queue of this size is sent at
+once."""
 HALVINGS = 12
-"""The maximum number of consecutive splits of requests that a collector refuses as too large. 12 splits lead from 4,000
-spans to one span."""
+"""The maximum number of consecutive halvings of a request that the collector refuses as too large."""
 
 LONGEST_RETRY_PAUSE_S = 300.0
-"""The maximum seconds for which an answer of a collector can pause sending. Spans wait in the queue meanwhile."""
+"""The longest pause in seconds that a collector can request. Spans wait in the queue meanwhile."""
 
 _BATCH_DELAY_S = 1.0
 _PACKING = ("instrument.otlp.span_forms", "instrument.trace.trace")
@@ -65,7 +64,7 @@ class Delivery:
 
 
 SILENCE_NS = 1_500_000_000
-"""The time in ns without an answer to a request after which the silence is logged."""
+"""Nanoseconds without an answer to a request after which a warning is logged."""
 
 
 class Exporter:
@@ -128,7 +127,7 @@ class Exporter:
     def timeout_ns(self) -> int:
         return self._settings.timeout_ns
 
-    def new_metrics(self, environ: Mapping[str, str]) -> Metrics:
+    def make_metrics_queue(self, environ: Mapping[str, str]) -> Metrics:
         endpoint = self._settings.endpoint
         url = endpoint if self._settings.protocol == "grpc" else make_metrics_url(endpoint)
         return Metrics(url if self._sends else None, environ)
@@ -166,7 +165,7 @@ class Exporter:
             if self._thread is not None and self._thread.is_alive():
                 return
             sender = self._open_sender()
-            thread = Thread(partial(self._run_thread, sender), THREAD_NAME, partial(self._is_current, sender))
+            thread = Thread(partial(self._run_thread, sender), THREAD_NAME, partial(self._is_sender_current, sender))
             self._thread, self._is_patient = thread, True
         try:
             thread.start()
@@ -180,7 +179,7 @@ class Exporter:
         if self._detected is None:
             self._detected = detect_attributes()
 
-    def _is_current(self, sender: Sender) -> bool:
+    def _is_sender_current(self, sender: Sender) -> bool:
         return self._sender is sender and not self._queue.is_closed
 
     def _open_sender(self) -> Sender:
@@ -196,12 +195,12 @@ class Exporter:
         with self._queue.lock:
             sender = self._open_sender()
             self._is_patient = False
-        before = self.counts()
+        before = self.count_fates()
         try:
             for body in bodies:
                 self._queue.offer_request(body, self.own)
                 self._send_queue(sender)
-                counts = self.counts()
+                counts = self.count_fates()
                 if any(counts[fate] > before[fate] for fate in ("rejected", "failed", "dropped")):
                     break
         except BaseException as fault:
@@ -240,7 +239,7 @@ class Exporter:
 
     @property
     def pending_spans(self) -> int:
-        return self._queue.pending
+        return self._queue.pending_span_count
 
     def send_soon(self) -> None:
         if self._wake.empty():
@@ -250,9 +249,9 @@ class Exporter:
         """Send the offered spans, and wait up to `timeout_ns`. Does not wait if the collector has asked for a longer
         pause."""
         thread, end_ns = self._thread, time.monotonic_ns() + timeout_ns
-        waits = bool(self._queue.pending) or self._have_waiting_metrics()
+        waits = bool(self._queue.pending_span_count) or self._have_waiting_metrics()
         settled = not waits and self._metrics_source is None  # in this order: what is just being sent waits no more
-        while not settled and thread is not None and thread.is_alive() and not self._is_deferred_beyond(end_ns):
+        while not settled and thread is not None and thread.is_alive() and not self._is_sending_deferred(end_ns):
             reply: SimpleQueue[bool] = SimpleQueue()
             self._wake.put(reply)
             try:
@@ -263,15 +262,15 @@ class Exporter:
                 break
             settled = False  # metrics that the collector was too slow for are sent again
             time.sleep(min(_RETRY_S, max(0, end_ns - time.monotonic_ns()) / 1e9))
-        counts = self.counts()
+        counts = self.count_fates()
         fates = {fate: counts[fate] for fate in FATES}
         return Delivery(**fates, settled=settled, reason=self._queue.reason)
 
     def _have_waiting_metrics(self) -> bool:
         return any(metered.metrics is not None and metered.metrics.has_waiting_metrics() for metered in self._metered)
 
-    def _is_deferred_beyond(self, time_ns: int) -> bool:
-        metrics_ns = 0 if self._queue.pending else self._metrics_deferred_until_ns
+    def _is_sending_deferred(self, time_ns: int) -> bool:
+        metrics_ns = 0 if self._queue.pending_span_count else self._metrics_deferred_until_ns
         return self._stop_at_ns == _NEVER_NS and max(self._deferred_until_ns, metrics_ns) > time_ns
 
     def stop(self, timeout_ns: int) -> Delivery:
@@ -299,13 +298,13 @@ class Exporter:
             self._log_outcome(Response(False, reason=delivery.reason))
         return delivery
 
-    def note_silence(self) -> None:
+    def log_collector_silence(self) -> None:
         began_ns = self._sent_at_ns
         if began_ns and time.monotonic_ns() - began_ns > SILENCE_NS:
             self._log_outcome(Response(False, reason=self._sender.obstacle or "no answer yet"))
 
-    def counts(self) -> Mapping[str, int]:
-        return self._queue.counts()
+    def count_fates(self) -> Mapping[str, int]:
+        return self._queue.count_fates()
 
     def after_fork_in_child(self) -> None:
         self._sender.after_fork_in_child()
@@ -314,7 +313,7 @@ class Exporter:
             self._detected = drop_parent_id(self._detected)
 
     def _run_thread(self, sender: Sender) -> None:
-        while self._is_current(sender):
+        while self._is_sender_current(sender):
             try:
                 reply = self._wake.get(timeout=_BATCH_DELAY_S)
             except Empty:
@@ -325,7 +324,7 @@ class Exporter:
             except BaseException as fault:  # the thread has to outlive what it did not expect
                 settled = False
                 with self._queue.lock:
-                    if self._is_current(sender):
+                    if self._is_sender_current(sender):
                         self._queue.give_up_requests(f"{type(fault).__name__}: {fault}")
                 FAULTS.note("OTLP export", fault)
             try:
@@ -340,7 +339,7 @@ class Exporter:
     def _send_queue(self, sender: Sender) -> None:
         while True:
             with self._queue.lock:
-                request = self._queue.take_next_request() if self._is_current(sender) else None
+                request = self._queue.take_next_request() if self._is_sender_current(sender) else None
             if request is None:
                 return
             self._deliver_request(sender, request)
@@ -377,12 +376,12 @@ class Exporter:
         try:
             for request in metrics.make_requests(source.origin) if source in self._metered else ():
                 left_s = partial(self._remaining_s, sender, time.monotonic_ns() + patience_ns)
-                verdict = sender.send_metrics(source.resource(), request.series, left_s, self._pause)
+                verdict = sender.send_metrics(source.resource(), request.series, left_s, self._pause_sending)
                 self._are_metrics_late = verdict.is_late
                 if verdict.wait_s:
                     self._metrics_deferred_until_ns = _end_of_pause_ns(verdict)
                 metrics.settle_request(request, verdict)
-                if not (verdict.taken and self._is_current(sender)):
+                if not (verdict.taken and self._is_sender_current(sender)):
                     return bool(metrics.off)
         except Exception as fault:
             metrics.drop_waiting_metrics()
@@ -403,7 +402,7 @@ class Exporter:
             self.settled(request.source)  # who hears what is settled hears it before it is sent, too
             self._sent_at_ns = time.monotonic_ns()
             left_s = partial(self._remaining_s, sender, self._sent_at_ns + timeout_ns)
-            verdict = sender.send(request.data, request.spans, left_s, self._pause)
+            verdict = sender.send(request.data, request.spans, left_s, self._pause_sending)
             self._sent_at_ns = 0
             if not verdict.wait_s:
                 break
@@ -420,7 +419,7 @@ class Exporter:
                 self._deliver_request(sender, half)
             return
         with self._queue.lock:
-            if not self._is_current(sender):
+            if not self._is_sender_current(sender):
                 return
             self._queue.settle_request(request, verdict)
         self.settled(request.source)
@@ -428,17 +427,17 @@ class Exporter:
 
     def _remaining_s(self, sender: Sender, deadline_ns: int) -> float:
         until_ns = min(deadline_ns, self._stop_at_ns)
-        return (until_ns - time.monotonic_ns()) / 1e9 if self._is_current(sender) else 0.0
+        return (until_ns - time.monotonic_ns()) / 1e9 if self._is_sender_current(sender) else 0.0
 
     def _await_retry(self, sender: Sender, deadline_ns: int) -> bool:
         while (left_ns := self._deferred_until_ns - time.monotonic_ns()) > 0:
             end_ns = self._stop_at_ns if self._is_patient else deadline_ns
-            if not self._is_current(sender) or self._deferred_until_ns >= end_ns:
+            if not self._is_sender_current(sender) or self._deferred_until_ns >= end_ns:
                 return False
-            self._pause(left_ns / 1e9)
+            self._pause_sending(left_ns / 1e9)
         return True
 
-    def _pause(self, seconds: float) -> None:
+    def _pause_sending(self, seconds: float) -> None:
         try:
             self._halt.get(timeout=min(seconds, TIMEOUT_MAX))
         except Empty:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from prometheus_client.registry import CollectorRegistry
 
 UNITS = {"s": "seconds", "By": "bytes", "1": "ratio", "Cel": "celsius", "Hz": "hertz", "J": "joules", "W": "watts"}
-"""The words for units at the end of Prometheus's metric names. A unit in braces has no word."""
+"""The suffixes of Prometheus's metric names, by unit. A unit in braces has no suffix."""
 
 _UNITS_OF_RATES = {"By/s": "bytes_per_second"}
 
@@ -60,7 +60,7 @@ MetricAndOrigin = tuple[Metric, Origin]
 """A metric, and the origin that converts the times of its exemplars to wall time."""
 
 
-def require_client() -> None:
+def require_prometheus() -> None:
     try:
         import prometheus_client  # noqa: F401
     except ImportError as missing:
@@ -147,7 +147,7 @@ def _make_gauges(
         newest = {
             (sample.name, sample.device): sample
             for sample in part.samples
-            if sample.name in GAUGES and of_processes in (None, GAUGES[sample.name].is_of_process)
+            if sample.name in GAUGES and of_processes in (None, GAUGES[sample.name].is_process_gauge)
         }
         # A share's base, such as `cores`, is read more seldom, and may come after what is divided by it.
         values = {key: sample.value for key, sample in newest.items() if sample.value is not None}
@@ -279,10 +279,10 @@ def _pack_histogram(metric: Metric, labels: Labels, of: Distribution, origin: Or
             packed += pack_field(b"\x1a", _pack_labels(make_exemplar_labels(exemplar)) + value + time)
         buckets.append(pack_field(b"\x1a", packed))
     total = b"\x08" + encode_varint(count) + _pack_double(0x11, of.sum_ns / 1e9)
-    return total + b"".join(buckets) + _pack_native(make_exponential(of, has_extremes=False))
+    return total + b"".join(buckets) + _pack_native_buckets(make_exponential(of, has_extremes=False))
 
 
-def _pack_native(of: Exponential) -> bytes:
+def _pack_native_buckets(of: Exponential) -> bytes:
     """Pack the buckets for Prometheus, which numbers a bucket by its upper bound. OTLP uses the lower bound."""
     spans: list[list[int]] = []
     deltas, end, before = b"", 0, 0

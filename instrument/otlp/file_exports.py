@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from instrument.trace.decisions import Decisions
 
 GROUP_ROWS = 5_000
-"""The number of rows that are collected in memory for one row group of a Parquet file, at 350 bytes a row."""
+"""The number of rows per row group of a Parquet file. Rows are collected in memory, at 350 bytes each."""
 
 JOURNAL = "journal.json"
 
@@ -135,7 +135,7 @@ class DatasetExport:
             self._problem = str(why)
             logger.warning("export.parquet: %d rows are lost, later ones without a word: %s", rows, why)
 
-    def put_settled(self, members: Sequence[RecordingExport], decisions: Decisions, now_ns: int) -> None:
+    def put_settled_requests(self, members: Sequence[RecordingExport], decisions: Decisions, now_ns: int) -> None:
         processes = [_describe_process(member) for member in members]
         intervals_of = [member.find_device_intervals for member in members]
         try:
@@ -149,12 +149,12 @@ class DatasetExport:
         process, (since_ns, before) = _describe_process(member), since or (0, Counter[str]())
         facts, losses = process.facts, Counter({**member.mapped.losses(), **losses_by_name(member.fates)})
         del losses[OVERWRITTEN]  # the reader counts those that it has missed
-        samples = [sample for sample in member.mapped.samples(since_ns) if since_ns < sample.at_ns <= facts.end_ns]
+        samples = [sample for sample in member.mapped.read_samples(since_ns) if since_ns < sample.at_ns <= facts.end_ns]
         window = replace(facts, start_ns=since_ns or facts.start_ns, losses=dict(losses - before), samples=samples)
         self._windows[member] = facts.end_ns, losses
         self.buffer_rows(make_window_tables([ProcessWindow(0, window, process.offset_ns)], [process]))
 
-    def finish_recording(self, member: RecordingExport) -> None:
+    def remove_recording(self, member: RecordingExport) -> None:
         if member.source is not None:
             self.put_window(member)
         self._windows.pop(member, None)
@@ -178,15 +178,15 @@ class DatasetExport:
         try:
             self._writer.write(name, import_pyarrow().concat_tables(parts).combine_chunks())
         except OSError as problem:
-            self._discard_unfinished(problem)
+            self._discard_open_files(problem)
 
-    def _settle_unwritten(self, *, is_written: bool) -> None:
+    def _report_outcome(self, *, is_written: bool) -> None:
         for member in self.members:
             count, member.unwritten = member.unwritten, 0
-            member.note_written(count, is_written=is_written)
+            member.count_written_spans(count, is_written=is_written)
 
-    def _discard_unfinished(self, problem: object) -> None:
-        self._settle_unwritten(is_written=False)
+    def _discard_open_files(self, problem: object) -> None:
+        self._report_outcome(is_written=False)
         if self._writer is not None:
             self._writer.discard()
         self._count_lost_rows(self._rows, problem)
@@ -198,7 +198,7 @@ class DatasetExport:
         with suppress(OSError), file_writing.open_replacement(self._spool / JOURNAL) as file:
             file.write(json.dumps({"rows": self._rows, "parts": parts, "windows": self._whole_windows}).encode())
 
-    def take_lost_row_count(self) -> int:
+    def count_newly_lost_rows(self) -> int:
         before, self._reported = self._reported, self.counts["unstored"]
         return self._reported - before
 
@@ -214,9 +214,9 @@ class DatasetExport:
         try:
             names = self._writer.close()
         except OSError as problem:
-            self._discard_unfinished(problem)
+            self._discard_open_files(problem)
         else:
-            self._settle_unwritten(is_written=True)
+            self._report_outcome(is_written=True)
             self._whole_windows = {member.key: window for member, window in self._windows.items()}
             rows, self._rows, self._writer = self._rows, 0, None
             self._number += 1
@@ -244,7 +244,9 @@ def _describe_process(member: RecordingExport) -> DatasetProcess:
     if abs(moved_ns) > CLOCK_DRIFT_NS:
         offset_ns += moved_ns
     end_ns = max(header.begun_ns, member.ended_ns or time.monotonic_ns())
-    facts = Trace(origin, header.begun_ns, end_ns, [], member.mapped.threads(), notes=header.notes, gpus=header.gpus)
+    facts = Trace(
+        origin, header.begun_ns, end_ns, [], member.mapped.read_thread_names(), notes=header.notes, gpus=header.gpus
+    )
     return DatasetProcess(facts, offset_ns, ids=member.ids)
 
 
@@ -333,7 +335,7 @@ class _Uploads:
 # ---------------------------------------------------------------- files of kept requests
 
 WRITE_S = 10.0
-"""The maximum number of seconds for which kept spans wait in memory before they are written to a file."""
+"""The maximum seconds for which kept spans wait in memory before they are written to a file."""
 
 FILE_SPANS = 20_000
 """The number of waiting spans at which a file is written at once."""
@@ -376,7 +378,7 @@ class KeptFiles:
         count = sum(1 + len(span.device) for span in spans)
         origin = replace(self._source.origin, run=self._source.origin.run or self._run)
         service = re.sub(r"[^\w.-]+", "_", origin.service)[:96].lstrip(".") or "service"
-        while (path := self._path(service, origin.pid)).exists():  # another exporter has written it
+        while (path := self._next_file_path(service, origin.pid)).exists():  # another exporter has written it
             self._number += 1
         self._remove_oldest_files(self._last_bytes)
         try:
@@ -395,7 +397,7 @@ class KeptFiles:
         self._remove_oldest_files(0, path)
         return count, True
 
-    def _path(self, service: str, pid: int) -> Path:
+    def _next_file_path(self, service: str, pid: int) -> Path:
         return self._folder / f"{service}-{self._run}-{pid}-{self._number}-kept.npz"
 
     def _remove_oldest_files(self, wanted_bytes: int, newest: Path | None = None) -> None:

@@ -30,11 +30,10 @@ QUEUE_SAMPLES = 65_536
 """The maximum number of samples that wait for delivery. Above that the oldest are dropped."""
 
 DELAY_NS = 10 * 10**9
-"""The time in ns for which samples are gathered before they are sent together in one request."""
+"""Nanoseconds for which samples are gathered before they are sent in a request."""
 
 REQUEST_SAMPLES, LEAST_REQUEST_SAMPLES = 1_000, 100
-"""The maximum number of samples or series per request, and the lower limit if collectors refuse larger requests. A
-sample takes some 200 bytes, a histogram 400."""
+"""The maximum number of samples or series per request, and the minimum to which a collector's refusals reduce it."""
 
 PATIENCE_NS = 2 * 10**9
 """The maximum time in ns for which a request of metrics may delay the spans that wait behind it."""
@@ -156,7 +155,7 @@ class Metrics:
     def is_due(self, now_ns: int) -> bool:
         return self._snapshot is not self._tried or (bool(self._waiting) and now_ns - self._oldest_ns >= DELAY_NS)
 
-    def make_due(self) -> None:
+    def make_samples_due(self) -> None:
         self._oldest_ns = 0
 
     def retry_snapshot(self) -> None:

@@ -22,9 +22,9 @@ from instrument.otlp.packing import (
     find_cause_link,
     find_status,
     make_device_attributes,
-    make_own_attributes,
     make_site_attributes,
-    select_events,
+    make_span_attributes,
+    select_interruptions,
 )
 from instrument.otlp.span_forms import Form, Objects, PackedRows, RareMembers
 from instrument.recording.spans import AttributeValue, Origin, Span
@@ -164,7 +164,7 @@ class SpanPacker:
         trace = self._trace
         site, error = trace.sites[int(trace.site[row])], int(trace.error[row])
         failed = None if error == NONE else trace.errors[error]
-        attributes = make_own_attributes(site, values, failed, bool(trace.clipped[row]))
+        attributes = make_span_attributes(site, values, failed, bool(trace.clipped[row]))
         links = list(self._links.get(row, ())) if has_more else []
         cause = (
             find_cause_link(values, lambda *ids: self._ids.make_links([ids], row)[0])
@@ -174,7 +174,7 @@ class SpanPacker:
         if cause is not None:
             links.insert(0, cause)
         interruptions = self._interruptions.get(row, ()) if has_more else ()
-        events, dropped = select_events(interruptions)
+        events, dropped = select_interruptions(interruptions)
         placed = [(at_ns + self._offset_ns, name, facts) for at_ns, name, facts in events]
         members = RareMembers(find_status(failed, values), links, placed, dropped)
         hidden = frozenset(frozenset(attributes) & make_site_attributes(site).keys() if values else ())
@@ -236,10 +236,10 @@ class SpanPacker:
         }
         widths: dict[str, Int64s] = {
             "parent": (ids.parent != 0).astype(np.int64),
-            **{name: form.measure_values(name, columns[name]) for name in ("flags", "start", "end")},
+            **{name: form.measure_widths(name, columns[name]) for name in ("flags", "start", "end")},
         }
         for name, (values, is_there) in numbers.items():
-            columns[name], width = values, form.measure_values(name, values)
+            columns[name], width = values, form.measure_widths(name, values)
             widths[name] = width if is_there is None else width * is_there
         kind, firsts = number_combinations(*widths.values())
         layouts = [{name: int(width[first]) for name, width in widths.items()} for first in firsts.tolist()]
@@ -385,7 +385,7 @@ class SpanIds:
 
     def make_device_ids(self, count: int, row: int) -> UInt64s:
         number = 0 if self._process is None else int(self._process[row])
-        first = self._ids[number].take_device_numbers(count)
+        first = self._ids[number].reserve_numbers(count)
         return mix_span_ids(self._seeds[number, 0], np.arange(count, dtype=np.uint64) + np.uint64(first))
 
     def _convert_numbers_to_ids(self, numbers: Int64s, rows: Int64s, part: int) -> UInt64s:

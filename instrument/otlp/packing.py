@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 from instrument.recording.distributions import Distribution, Exemplar, bucket_middle
 from instrument.recording.spans import ERROR_TYPE, STATUS_CODE, STATUS_DESCRIPTION, Site, Span
-from instrument.recording.trace_context import LINK, LINK_REMOTE, LINK_STATE, LINK_TRACE_ID, LinkedSpan, parse_remote
+from instrument.recording.trace_context import LINK, LINK_REMOTE, LINK_STATE, LINK_TRACE_ID, LinkedSpan, parse_parent
 from instrument.runtime.cheap_start import dataclass, field
 
 SCOPE = "instrument"
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.45.0"
-"""The schema of OpenTelemetry's conventions from which the attributes take their names."""
+"""The version of OpenTelemetry's conventions that defines the names of the attributes."""
 EVENT_LIMIT = 128
 """The maximum number of events sent per span. OpenTelemetry has the same limit."""
 DURATION = "instrument.duration_ns"
@@ -62,7 +62,7 @@ def find_cause_link(attributes: Mapping[str, object], linked: Callable[[int, int
     state = state if isinstance(state, str) else ""
     remote = attributes.get(LINK_REMOTE)
     if isinstance(remote, str):
-        parent = parse_remote(f"00-{remote}-00".encode("ascii", "replace"))
+        parent = parse_parent(f"00-{remote}-00".encode("ascii", "replace"))
         return None if parent is None else LinkedSpan(parent.trace_id, parent.span_id, state)
     link = attributes.get(LINK)
     if not isinstance(link, tuple | list) or len(link) != 2 or set(map(type, link)) != {int}:
@@ -76,7 +76,7 @@ def find_cause_link(attributes: Mapping[str, object], linked: Callable[[int, int
     return LinkedSpan(number, cause.span_id, state) if 0 < number < 1 << 128 else None
 
 
-def select_events(interruptions: Sequence[Span]) -> tuple[list[tuple[int, str, Mapping[str, object]]], int]:
+def select_interruptions(interruptions: Sequence[Span]) -> tuple[list[tuple[int, str, Mapping[str, object]]], int]:
     """Return a span's longest interruptions as events, and the number of the other interruptions."""
     longest = sorted(interruptions, key=lambda span: -span.total_ns)[:EVENT_LIMIT]
     longest.sort(key=attrgetter("start_ns"))
@@ -108,7 +108,7 @@ def make_site_attributes(site: Site) -> dict[str, object]:
     return facts
 
 
-def make_own_attributes(
+def make_span_attributes(
     site: Site, attributes: Mapping[str, object], error: str | None, is_clipped: bool
 ) -> dict[str, object]:
     facts = _rename_attributes(site.kind, attributes.items()) if attributes else {}
@@ -123,7 +123,7 @@ def make_own_attributes(
 def find_status(error: str | None, attributes: Mapping[str, object]) -> tuple[bool, str] | None:
     """Return (True, reason) for a failed span, (False, "") for a successful span, None if unknown."""
     if error is not None:
-        return True, str(convert_to_plain(attributes.get(STATUS_DESCRIPTION) or error))
+        return True, str(convert_value(attributes.get(STATUS_DESCRIPTION) or error))
     return (False, "") if attributes.get(STATUS_CODE) == "OK" else None
 
 
@@ -141,7 +141,7 @@ def _rename_attributes(kind: str, attributes: Iterable[tuple[str, object]]) -> d
     return facts
 
 
-def convert_to_plain(value: object) -> object:
+def convert_value(value: object) -> object:
     """Return a value that OTLP can represent. The type's name replaces any other value, such as a tensor, which is
     never read."""
     if isinstance(value, str):
@@ -156,7 +156,7 @@ def convert_to_plain(value: object) -> object:
     if isinstance(value, numbers.Real):
         return float(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        return [convert_to_plain(item) for item in value]
+        return [convert_value(item) for item in value]
     return f"<{type(value).__name__}>"
 
 
@@ -259,7 +259,7 @@ def _pack_value(value: object) -> bytes:
         return _pack_double(0x21, value)
     if type(value) is list:
         return pack_field(b"\x2a", b"".join([pack_field(b"\x0a", _pack_value(item)) for item in value]))
-    return _pack_value(convert_to_plain(value))
+    return _pack_value(convert_value(value))
 
 
 def pack_text(tag: bytes, text: str) -> bytes:

@@ -40,14 +40,14 @@ from instrument.trace.columns import DeviceIntervals, Int64s
 from instrument.trace.of_recording import read_origin, read_spans_and_tally
 from instrument.trace.request_trees import Interruptions
 from instrument.trace.sent_rows import Settled
-from instrument.trace.trace import columns_of_spans, spans_of
+from instrument.trace.trace import columns_of_spans, make_spans
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
 
 WAITING_SPANS = 20_000
 """The number of unsent spans in the exporter above which it stops reading rows. The rows wait in the recording."""
 
 LAST_METRICS_S = 5.0
-"""The maximum seconds for which a new session waits until the last metrics of the previous session are sent."""
+"""The maximum seconds to send the last metrics of a session after a new session has begun."""
 
 
 class RecordingExport:
@@ -119,7 +119,7 @@ class RecordingExport:
         if ended and not self.ended_ns:
             self.ended_ns = time.monotonic_ns()
         if self._reading is not None and self.is_ours:
-            self._reading.metering.before_read(meters=meters or is_last)
+            self._reading.metering.count_before_read(meters=meters or is_last)
         has_more = self._has_more = self._read_rows()
         reading = self._reading
         self.is_over = ended and not (has_more or self.is_behind)
@@ -130,7 +130,7 @@ class RecordingExport:
 
     def take_due_metrics(self) -> None:
         if self._reading is not None and self.is_ours:
-            self._reading.metering.after_read(is_complete=not (self._has_more or self.is_behind))
+            self._reading.metering.snapshot_after_read(is_complete=not (self._has_more or self.is_behind))
 
     def _read_rows(self) -> bool:
         if not self.is_ours:
@@ -138,7 +138,7 @@ class RecordingExport:
             if not self.is_ours:
                 return False  # the process does so itself, or another agent
             self._progress = self._place.read_progress()
-        if self._is_superseded():
+        if self._is_session_superseded():
             self.has_ended, self.is_behind = True, False
             return False
         facts = self._read_facts()
@@ -149,11 +149,11 @@ class RecordingExport:
             return False
         self.is_behind = False
         reading = self._reading or self._begin_reading(facts)
-        reading.source.update_origin()
-        reading.derived.update_origin()
+        reading.source.update_clock_origin()
+        reading.derived.update_clock_origin()
         reading.reader.note_interval_count()
         ended = reading.reader.read_new_rows()
-        if self._is_superseded():
+        if self._is_session_superseded():
             self.is_spoilt = True
             self.has_ended = True
             return False  # what was read last may be another session's
@@ -162,7 +162,7 @@ class RecordingExport:
         return reading.reader.has_more
 
     @property
-    def reading(self) -> _Reading | None:
+    def current_reading(self) -> _Reading | None:
         """The current reading, None before the first read, or while another exporter has the recording."""
         return self._reading if self.is_ours else None
 
@@ -170,24 +170,24 @@ class RecordingExport:
         reading = self._reading
         if reading is None:
             return
-        reading.threads = self.mapped.threads()
+        reading.threads = self.mapped.read_thread_names()
         for served in settled.served:
-            reading.metering.count_served(served)
+            reading.metering.count_served_request(served)
         trace, rows = settled.trace, np.zeros(0, np.int64)
         if trace is not None:
             trace = reading.reader.join_intervals(trace, self.mapped.settled_ns() or NOTHING_TO_COME)
-            rows, hits = reading.interruptions.attach(trace)
+            rows, hits = reading.interruptions.attach_to_spans(trace)
             is_first = trace.are_of_kind("request") & (trace.span_id == trace.root_id)
-            for request in spans_of(trace, rows[is_first[rows]]):
+            for request in make_spans(trace, rows[is_first[rows]]):
                 reading.metering.add_request_exemplar(request)
         with self._lock:
             intervals = 0 if trace is None else len(trace.device)
-            self._count_kept(len(rows), intervals)
+            self._count_kept_spans(len(rows), intervals)
             self.write_progress(settled_ns)
         if trace is not None and self.sends:
             self._exporter.submit_rows(reading.source, trace, rows, links=settled.links, interruptions=hits)
         if trace is not None and self.keep_spans is not None:
-            self.keep_spans(spans_of(trace, rows), reading.source)
+            self.keep_spans(make_spans(trace, rows), reading.source)
         elif self.has_dataset and not self.sends:
             self.unwritten += len(rows) + intervals
         if settled.derived and self.sends:
@@ -195,12 +195,12 @@ class RecordingExport:
             self._exporter.submit_rows(reading.derived, stages, np.arange(len(stages)))
         self.write_counts()
 
-    def note_written(self, count: int, *, is_written: bool) -> None:
+    def count_written_spans(self, count: int, *, is_written: bool) -> None:
         if (reading := self._reading) is not None:
             reading.source.counts["exported" if is_written else "unwritten"] += count
             self.write_counts()
 
-    def note_unstored(self, rows: int) -> None:
+    def count_unstored_rows(self, rows: int) -> None:
         if rows and self._reading is not None:
             self._progress.fates["unstored"] += rows
             self.write_counts()
@@ -208,14 +208,16 @@ class RecordingExport:
     def find_device_intervals(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
         reading = self._reading
         return (
-            DeviceIntervals.make_empty() if reading is None else reading.reader.intervals_of(span_id, asking, start_ns)
+            DeviceIntervals.make_empty()
+            if reading is None
+            else reading.reader.find_intervals(span_id, asking, start_ns)
         )
 
     @property
     def ids(self) -> Ids | None:
         return self._reading.source.ids if self._reading is not None and self.sends else None
 
-    def _is_superseded(self) -> bool:
+    def _is_session_superseded(self) -> bool:
         """Return True if a later session of the process has begun and has overwritten the rows."""
         return self.mapped.read_generation() != self.generation
 
@@ -268,7 +270,7 @@ class RecordingExport:
             fates["passed"] = max(fates["seen"] + fates["intervals"] - counts - reader.rows.undecided_count, 0)
             self.write_counts()
 
-    def _count_kept(self, spans: int, intervals: int) -> None:
+    def _count_kept_spans(self, spans: int, intervals: int) -> None:
         self._progress.fates["intervals"] += intervals
         self._progress.fates["kept"] += spans + intervals
 
@@ -292,14 +294,14 @@ class RecordingExport:
             if self.is_ours and self._reading is not None:
                 self._reading.metering.note_sent()
 
-    def keep_open(self, spans: Sequence[Span]) -> None:
+    def keep_open_requests(self, spans: Sequence[Span]) -> None:
         """Let tail sampling keep the open requests among the spans, even without an error."""
         reading = self._reading
         if reading is not None:
             rows = reading.reader.rows
             rows.sampler.wanted |= {span.root_id for span in spans} & {span.root_id for span in rows.opened.values()}
 
-    def select_unsent(self, spans: Sequence[Span]) -> list[Span]:
+    def select_unsent_spans(self, spans: Sequence[Span]) -> list[Span]:
         """Return the spans that were not and will not be sent. All rows of ended spans must have been read."""
         reading = self._reading
         if reading is None:
@@ -320,7 +322,7 @@ class RecordingExport:
         if reading is None or not spans:
             return
         with self._lock:
-            self._count_kept(len(spans), sum(len(span.device) for span in spans))
+            self._count_kept_spans(len(spans), sum(len(span.device) for span in spans))
             self.write_progress()
         self._exporter.submit_rows(reading.source, columns_of_spans(spans), np.arange(len(spans)))
         self.write_counts()
@@ -336,7 +338,7 @@ class RecordingExport:
 
     def prepare_scrape(self) -> None:
         if self._reading is not None and self.is_ours:
-            self._reading.metering.before_read(meters=False, scrapes=True)
+            self._reading.metering.count_before_read(meters=False, scrapes=True)
 
     def read_metrics_for_scrape(self) -> Metered | None:
         return None if self._reading is None or not self.is_ours else self._reading.metering.read_totals_for_scrape()
@@ -348,7 +350,7 @@ class RecordingExport:
     def owns_source(self, source: Source) -> bool:
         return self._reading is not None and source in (self._reading.source, self._reading.derived)
 
-    def settle_remaining(self) -> bool:
+    def settle_remaining_spans(self) -> bool:
         """Send all due spans. Return True if no span waits, and the metrics of an ended process are sent."""
         reading = self._reading
         if reading is None:
@@ -358,7 +360,7 @@ class RecordingExport:
         if reading.source.counts["pending"] or reading.derived.counts["pending"]:
             self._exporter.send_soon()
             return False
-        if not self._is_superseded():
+        if not self._is_session_superseded():
             return reading.metering.has_settled_metrics and not reading.reader.rows.lingers
         self._superseded_at = self._superseded_at or time.monotonic()
         return reading.metering.has_settled_metrics or time.monotonic() - self._superseded_at > LAST_METRICS_S
@@ -379,8 +381,8 @@ class RecordingExport:
             fates = Counter(progress.unreported_counts())
             fates.subtract(self._reported_fates)
             if reading is not None:
-                fates[METRICS_LOST] += reading.metering.drop_at_end()
-            if self.is_ours and not self._is_superseded() and progress.generation == self.generation:
+                fates[METRICS_LOST] += reading.metering.drop_unsent_metrics()
+            if self.is_ours and not self._is_session_superseded() and progress.generation == self.generation:
                 fates["unread"] += self._place.count_unread_rows()  # nobody counts it once this is reported
             progress.is_reported, progress.before = True, Progress().before
             if self.is_ours:
@@ -396,7 +398,7 @@ def _is_or_will_be_sent(span: Span, rows: UnsettledRows, sample: float) -> bool:
         return (
             is_sampled(rows.ids.trace_id(span.root_id), sample)
             or span.span_id in rows.sent_apart
-            or rows.has_row(span.span_id)
+            or rows.is_row_waiting(span.span_id)
         )
     decided = rows.decided.get(span.root_id)
     return span.root_id in rows.sampler.wanted if decided is None else decided.is_kept

@@ -45,13 +45,13 @@ from instrument.trace.sent_rows import ServedRequest
 NEVER_NS = 1 << 63
 
 ASKED_NS = 200 * 10**6
-"""The time in ns until a further snapshot if the last snapshot lacked spans that had ended before it was requested."""
+"""The time in ns until the next metrics snapshot if the last snapshot was incomplete."""
 
 GAUGES_FOR_NS = 30 * 10**9
 """The age in ns above which a gauge's sample is left out of a scrape."""
 
 RELEASE_S = 0.5
-"""The maximum seconds to wait for the collector's answer at the end, before another exporter takes over."""
+"""The maximum seconds to wait for the collector's last answer when an export ends."""
 
 
 GROUPS: dict[tuple[str, str], set[str]] = {}
@@ -65,8 +65,7 @@ _EXPORT_ERRORS = {
     "queue_full": ["dropped"],
 }
 _PROCESSOR_ERRORS = {"": ["kept"], "queue_full": ["missed", "beyond"], "already_shutdown": ["abandoned", "unanswered"]}
-"""The counters of spans for each `error.type` of OpenTelemetry ("" for success). `_EXPORT_ERRORS` is for the exporter,
-`_PROCESSOR_ERRORS` for the sampling before it."""
+"""The span counters for each `error.type` of the tail sampler's metrics, "" for success."""
 
 
 def _label_errors(component: str, counts: Mapping[str, float]) -> dict[Labels, float]:
@@ -95,7 +94,7 @@ class Metering:
         self._service = read_origin(self._mapped.header).service
         self._lock = Lock()
         self._meter = Meter(self._reader, facts.metered.start_ns)
-        self.metrics = self._source.metrics = exporter.new_metrics(facts.metered.environ)
+        self.metrics = self._source.metrics = exporter.make_metrics_queue(facts.metered.environ)
         self._ended: tuple[int, Ended] | None = None
         """A time in ns, and the requests that had ended by then. Some of their rows may not be read yet."""
         self._asked_ns = 0
@@ -106,10 +105,10 @@ class Metering:
         self.unsaved = 0
         """The number of requests whose queue time was counted since the state was last written."""
         self.change_facts(facts)
-        self._count_earlier_rows(self._restore(self._place.read_meter()))
+        self._count_earlier_rows(self._restore_state(self._place.read_meter_state()))
         exporter.add_metrics(self._source)
 
-    def _restore(self, saved: MeterState | None) -> Mapping[int, int]:
+    def _restore_state(self, saved: MeterState | None) -> Mapping[int, int]:
         if saved is None or saved.generation != self._generation:
             return {}
         try:
@@ -142,21 +141,21 @@ class Metering:
     def count_ended_requests(self, ended: Sequence[Row]) -> None:
         self._meter.count_requests(ended)
 
-    def count_served(self, request: ServedRequest) -> None:
+    def count_served_request(self, request: ServedRequest) -> None:
         self.unsaved += 1
         self._meter.count_queue_and_batches(request.span, request.queue_ns, request.batch_size, request.sampled_ids)
 
     def add_request_exemplar(self, request: Span) -> None:
-        self._meter.add_exemplar(request, *self._facts.ids.ids_of_root(request))
+        self._meter.add_exemplar(request, *self._facts.ids.make_root_ids(request))
 
-    def before_read(self, *, meters: bool, scrapes: bool = False) -> None:
+    def count_before_read(self, *, meters: bool, scrapes: bool = False) -> None:
         """Count the ended requests before the recording is read, so that the read includes all their rows."""
         if meters:
             self._asked_ns, self._due_ns = time.monotonic_ns(), 0
         if (self._is_snapshot_due or scrapes) and self._facts.metered.asks and self._ended is None:
-            self._ended = time.monotonic_ns(), self._meter.count_ended()
+            self._ended = time.monotonic_ns(), self._meter.count_ended_requests()
 
-    def after_read(self, *, is_complete: bool) -> None:
+    def snapshot_after_read(self, *, is_complete: bool) -> None:
         until_ns = time.monotonic_ns()
         if is_complete and self._ended is not None and self._ended[0] <= until_ns:
             self._count_lost_requests()
@@ -183,7 +182,7 @@ class Metering:
         else:
             self._due_ns = NEVER_NS if header.state == "goodbye" else time.monotonic_ns() + DELAY_NS
         snapshot = self._make_snapshot()
-        samples = [] if metrics.off else self._mapped.samples(metrics.taken_ns + 1)
+        samples = [] if metrics.off else self._mapped.read_samples(metrics.taken_ns + 1)
         gpus = header.gpus if samples else ()
         if self._mapped.generation != self._generation:
             return  # what was just read is another session's
@@ -198,7 +197,7 @@ class Metering:
                 metrics.offer_samples(samples, gpus)
             if snapshot is not None:
                 metrics.put_snapshot(snapshot)
-        metrics.make_due()
+        metrics.make_samples_due()
         self._write_state()
 
     def _make_snapshot(self) -> Snapshot | None:
@@ -225,7 +224,7 @@ class Metering:
         fates, live = self._fates, 0 if self._meter.has_ended else len(self._mapped.open_spans())
         started = sum(self._mapped.count_written_rows().values()) + self._mapped.ended_rows + live
         processed, exported = (
-            self._meter.highest_values(
+            self._meter.keep_highest_values(
                 metric.name, {error: sum(map(fates.__getitem__, lost)) for error, lost in of.items()}
             )
             for metric, of in ((PROCESSED_SPANS, _PROCESSOR_ERRORS), (EXPORTED_SPANS, _EXPORT_ERRORS))
@@ -244,7 +243,7 @@ class Metering:
         if self._mapped.generation != self._generation:
             return None  # what is there by now is another session's
         snapshot, header = self._make_snapshot(), self._mapped.header
-        samples = [] if self._meter.has_ended else self._mapped.samples(time.monotonic_ns() - GAUGES_FOR_NS)
+        samples = [] if self._meter.has_ended else self._mapped.read_samples(time.monotonic_ns() - GAUGES_FOR_NS)
         return Metered(read_origin(header), snapshot, samples, header.gpus)
 
     # ---------------------------------------------------------------- the end
@@ -255,7 +254,7 @@ class Metering:
             until_ns = time.monotonic_ns()
             self._retry_until_ns = until_ns + self._exporter.timeout_ns
             if self._facts.metered.asks:
-                self._ended = until_ns, self._meter.count_ended()
+                self._ended = until_ns, self._meter.count_ended_requests()
                 self._count_lost_requests()
             self._take_snapshot(until_ns)
 
@@ -277,7 +276,7 @@ class Metering:
         self._write_state()
         return True
 
-    def drop_at_end(self) -> int:
+    def drop_unsent_metrics(self) -> int:
         self.metrics.drop_waiting_metrics()
         return 0 if self.metrics.off else sum(self.metrics.losses().values())
 
@@ -296,7 +295,7 @@ class Metering:
             if not self.metrics.has_waiting_metrics():
                 self._settled_ns = max(self._settled_ns, self._taken_ns)
             state = replace(self._state, settled_ns=self._settled_ns, delivered=self.metrics.save_state())
-            is_written = self._place.write_meter(state)
+            is_written = self._place.write_meter_state(state)
         if not is_written and not self._is_said:
             self._is_said = True
             logger.warning(

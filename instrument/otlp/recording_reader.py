@@ -33,7 +33,7 @@ DEVICE_WAIT_NS = 2 * 10**9
 """The maximum time in ns for which spans wait for their device times before they are sent."""
 
 INTERVALS_KNOWN = 4_096
-"""The maximum number of past reads that are remembered, each with its time and its number of device intervals."""
+"""The maximum number of stored pairs of a time and the number of device intervals at that time."""
 
 _WATCHED = (FIRST_ITEM.encode(), BATCH_KEYS.encode())
 
@@ -64,7 +64,7 @@ class RecordingReader:
         self._marks: set[int] = set()
         self._watched: list[Row] | None = None
         if progress.places:
-            self._adopt_unsettled(progress.settled_ns)
+            self._adopt_unsettled_rows(progress.settled_ns)
 
     # ---------------------------------------------------------------- what the meter asks
 
@@ -81,7 +81,7 @@ class RecordingReader:
             rows.append((span.thread_id, (*ids, span.start_ns, 0, 0, -1, None, None)))
         return rows
 
-    def site_of(self, row: Row) -> Site:
+    def find_site(self, row: Row) -> Site:
         return self._find_site(row[0])
 
     def _find_site(self, node: int) -> Site:
@@ -117,7 +117,7 @@ class RecordingReader:
             return []
         now_ns, ended_rows = time.monotonic_ns(), self._mapped.ended_rows
         opened = {span.span_id: span for span in self._mapped.open_spans()}
-        rings = self._mapped.rows(self.places, ROWS_AT_ONCE)
+        rings = self._mapped.read_rows(self.places, ROWS_AT_ONCE)
         details, self._details_at = self._mapped.read_details_since(self._details_at)
         self._marks.update(
             span_id for span_id, (_, text) in details.items() if any(name in text for name in _WATCHED)
@@ -131,7 +131,7 @@ class RecordingReader:
             roots = ring.rows[_are_request_roots(ring.rows)]
             ended += _unpack_rows(roots, {**early, **details} if early else details)
             if self._marks:
-                self._collect_marked(ring.rows, {**early, **details} if early else details)
+                self._collect_watched_rows(ring.rows, {**early, **details} if early else details)
         self.rows.add(rings, opened, details, self._mapped.details_bytes)
         self.places = {ring.ring: ring.head for ring in rings}
         self.missed = max(self.missed, written - self.seen)
@@ -141,13 +141,13 @@ class RecordingReader:
             self.rows.read_ns = max(settled_ns, now_ns - DEVICE_WAIT_NS) if 0 < settled_ns < now_ns else now_ns
         return ended
 
-    def _collect_marked(self, rows: Records, details: Details) -> None:
+    def _collect_watched_rows(self, rows: Records, details: Details) -> None:
         marked = rows[np.isin(rows["span_id"], np.fromiter(self._marks, np.uint64, len(self._marks)))]
         self._marks.difference_update(marked["span_id"].tolist())
         if self._watched is not None:
             self._watched += _unpack_rows(marked, details)
 
-    def _adopt_unsettled(self, settled_ns: int) -> None:
+    def _adopt_unsettled_rows(self, settled_ns: int) -> None:
         """Add rows that an earlier reader has read but not settled.
 
         They belong to open requests, to requests that ended after `settled_ns`, or to spans that may serve such
@@ -171,7 +171,7 @@ class RecordingReader:
     def _read_rows_in_pieces(self, places: Mapping[int, int]) -> Iterator[list[RingRows]]:
         until = self._mapped.count_written_rows()
         while any(places.get(ring, 0) < head for ring, head in until.items()):
-            rings = self._mapped.rows(places, ROWS_AT_ONCE)
+            rings = self._mapped.read_rows(places, ROWS_AT_ONCE)
             yield rings
             places = {ring.ring: ring.head for ring in rings}
             until = {ring: head for ring, head in until.items() if ring in places}
@@ -193,16 +193,16 @@ class RecordingReader:
         asking = np.flatnonzero(trace.are_of_sites([bool(site.device) for site in trace.sites]))
         if not len(asking):
             return trace
-        device = self.intervals_of(trace.span_id, asking, trace.start_ns)
+        device = self.find_intervals(trace.span_id, asking, trace.start_ns)
         self.untimed += int(np.count_nonzero(trace.end_ns[np.setdiff1d(asking, device.row)] > settled_ns))
         return replace(trace, device=device) if len(device) else trace
 
-    def intervals_of(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
+    def find_intervals(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
         """Return the device intervals of the rows `asking`. `span_id` and `start_ns` are the ids and the start times of
         all rows."""
         first_ns = int(start_ns[asking].min())
         since = next((count for at_ns, count in reversed(self._interval_counts) if at_ns <= first_ns), 0)
-        cells = self._mapped.intervals(since)
+        cells = self._mapped.read_intervals(since)
         return device_intervals(cells[np.isin(cells["span_id"].astype(np.int64), span_id[asking])], span_id)
 
 

@@ -55,7 +55,7 @@ def make_resource(origin: Origin, instance: str) -> dict[str, object]:
 
 
 CERTAIN = ("process.pid", "instrument.profile.generation", "instrument.profile.digest")
-"""The resource attributes that no other SDK may set, because this process knows their values itself."""
+"""The resource attributes that no other SDK may replace."""
 
 
 def merge_resource_attributes(

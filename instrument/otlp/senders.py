@@ -307,10 +307,8 @@ _SERVICES = ("trace.v1.TraceService", "metrics.v1.MetricsService")
 _PASSING = (
     "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "OUT_OF_RANGE", "UNAVAILABLE", "DATA_LOSS",
 )  # fmt: skip
-"""The gRPC statuses after which an OTLP client retries. RESOURCE_EXHAUSTED counts only with a RetryInfo in the
-answer."""
+"""The gRPC statuses after which an OTLP client may retry."""
 _TOO_LARGE = re.compile(r"larger than max|too large|exceeds maximum")
-"""The texts with which gRPC in C, Go, Rust and Java refuses a request that is too large."""
 _METADATA = re.compile(r"[0-9a-z_.-]+(?<!-bin)")
 # RetryInfo {retry_delay {seconds, nanos}}, as a detail of a status or by itself
 _RETRY_INFO = {"grpc-status-details-bin": rb"google\.rpc\.RetryInfo\x12.", "google.rpc.retryinfo-bin": rb"\A"}

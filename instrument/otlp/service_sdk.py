@@ -9,7 +9,7 @@ from instrument.recording.trace_context import RemoteParent, sanitise_tracestate
 from instrument.runtime.faults import FAULTS
 
 
-def current_parent() -> RemoteParent | None:
+def read_current_span() -> RemoteParent | None:
     """Return the current OpenTelemetry span of this thread, or None. Never raises.
 
     Takes about 30 ns before OpenTelemetry is imported, then 0.2 us without a current span and 0.9 us with one.

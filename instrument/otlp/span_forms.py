@@ -23,7 +23,7 @@ from instrument.otlp.packing import (
     SCOPE,
     SERVER_KIND,
     Body,
-    convert_to_plain,
+    convert_value,
     encode_varint,
     find_version,
     pack_attributes,
@@ -51,7 +51,7 @@ class RareMembers(NamedTuple):
 
 
 Part = tuple[str, bytes | int]
-"""A part of a span's head: ("", constant bytes), or (name of a field, its width in bytes)."""
+"""A part of an encoded span: ("", constant bytes), or (field name, width in bytes)."""
 
 
 class PackedRows(NamedTuple):
@@ -89,16 +89,16 @@ class ProtobufForm:
     """The protobuf encoding of spans in `ScopeSpans.spans`."""
 
     end = b""
-    """The bytes that end a span without rare fields."""
+    """The last bytes of a span without status, links and events."""
     around = 1
-    """The number of bytes of an entry that its length field does not count: the tag in front of the length."""
+    """The number of bytes of an encoded span before its length field."""
     types: Mapping[str, str] = _TYPES
     """The numpy types of fields with a fixed size. All other fields of a head are texts or varints."""
 
     length_widths = staticmethod(count_varint_bytes)
     """Return the number of bytes of each entry's length field."""
 
-    def measure_values(self, name: str, values: NDArray[Any]) -> Int64s:
+    def measure_widths(self, name: str, values: NDArray[Any]) -> Int64s:
         return np.zeros(len(values), dtype=np.int64) if name in _TYPES else count_varint_bytes(values)
 
     def list_head_parts(self, widths: Mapping[str, int]) -> Sequence[Part]:
@@ -163,7 +163,7 @@ def split_into_requests(
 INTERNAL, SERVER, OK, ERROR = 1, 2, 1, 2
 
 SPANS_IN_A_LINE = 1_000
-"""The number of spans after which a line ends, once the current span tree is complete."""
+"""The number of spans after which a JSON line ends with the current span tree."""
 
 
 def make_json_lines(packed: Iterable[PackedRows], resource: Mapping[str, object], roots: Int64s) -> Iterator[bytes]:
@@ -201,17 +201,17 @@ def _encode_attribute(key: str, value: object) -> msgspec.Raw:
         return _encode_text(key, value)
     if type(value) is int and -INT64 <= value < INT64:
         return msgspec.Raw(b'%b{"intValue":"%d"}}' % (_encode_key(key), value))
-    return msgspec.Raw(b"%b%b}" % (_encode_key(key), msgspec.json.encode(_encode_value(convert_to_plain(value)))))
+    return msgspec.Raw(b"%b%b}" % (_encode_key(key), msgspec.json.encode(_encode_value(convert_value(value)))))
 
 
 @lru_cache(maxsize=4096)
 def _encode_text(key: str, value: str) -> msgspec.Raw:
-    return msgspec.Raw(b"%b%b}" % (_encode_key(key), msgspec.json.encode({"stringValue": convert_to_plain(value)})))
+    return msgspec.Raw(b"%b%b}" % (_encode_key(key), msgspec.json.encode({"stringValue": convert_value(value)})))
 
 
 @lru_cache(maxsize=1024)
 def _encode_key(key: str) -> bytes:
-    return b'{"key":%b,"value":' % msgspec.json.encode(convert_to_plain(key))
+    return b'{"key":%b,"value":' % msgspec.json.encode(convert_value(key))
 
 
 def _encode_value(value: object) -> dict[str, Any]:
@@ -255,7 +255,7 @@ class JsonForm:
     around = 0
     types: Mapping[str, str] = {}
 
-    def measure_values(self, name: str, values: NDArray[Any]) -> Int64s:
+    def measure_widths(self, name: str, values: NDArray[Any]) -> Int64s:
         return np.asarray(np.searchsorted(_POWERS, np.abs(values), side="right") + 1 + (values < 0))
 
     def length_widths(self, lengths: Int64s) -> Int64s:
@@ -283,7 +283,7 @@ class JsonForm:
         kind = SERVER if is_server else INTERNAL
         return b'%b],"name":%b,"kind":%d' % (
             self.attributes(attributes),
-            msgspec.json.encode(convert_to_plain(name)),
+            msgspec.json.encode(convert_value(name)),
             kind,
         )
 
@@ -303,7 +303,7 @@ class JsonForm:
             ]
         if members.events:
             facts["events"] = [
-                {"timeUnixNano": str(time_ns), "name": convert_to_plain(name), "attributes": _encode_attributes(values)}
+                {"timeUnixNano": str(time_ns), "name": convert_value(name), "attributes": _encode_attributes(values)}
                 for time_ns, name, values in members.events
             ]
         if members.dropped:
@@ -314,7 +314,7 @@ class JsonForm:
         return _encode_members(facts) + b"}"
 
     def encode_tracestate(self, state: str) -> bytes:
-        return _encode_members({"traceState": convert_to_plain(state)})
+        return _encode_members({"traceState": convert_value(state)})
 
 
 def _encode_members(facts: Mapping[str, Any]) -> bytes:

@@ -25,11 +25,10 @@ QUEUE_BYTES = 16 << 20
 
 CLOCK_RENEWAL_NS = 60 * 10**9
 CLOCK_DRIFT_NS = 10**6
-"""The minimum drift of the wall clock in ns that is corrected, and the minimum time in ns between two corrections."""
+"""The drift of the wall clock in ns above which it is corrected."""
 
 CLOCK_STEP_NS = 5 * 10**8
-"""The change of the wall clock, in ns, from which the clock counts as set or the machine as suspended. A smaller change
-is drift."""
+"""The change of the wall clock in ns above which it is a step, and no drift."""
 
 FATES = ("offered", "exported", "rejected", "failed", "dropped", "pending")
 SENDING = "sending"
@@ -54,7 +53,7 @@ class Source:
     looked_ns: int = field(default_factory=time.monotonic_ns)
     renewed_ns: int = field(default_factory=time.monotonic_ns)
 
-    def update_origin(self) -> None:
+    def update_clock_origin(self) -> None:
         monotonic_ns, realtime_ns = clock.read_clocks()
         since_ns, self.looked_ns = self.looked_ns, monotonic_ns
         moved_ns = abs(realtime_ns - self.origin.realtime_of(monotonic_ns))
@@ -112,16 +111,16 @@ class RequestQueue:
     def offer_request(self, body: Body, source: Source) -> None:
         """Queue one request. Drop the oldest requests above `QUEUE_BYTES`."""
         with self.lock:
-            self._count_offered(source, body.spans)
+            self._count_offered_spans(source, body.spans)
             self._waiting.append(QueuedRequest(*body, source))
             self.queued_bytes += len(body.data)
-            self._drop_excess()
+            self._drop_excess_requests()
 
     @property
-    def pending(self) -> int:
+    def pending_span_count(self) -> int:
         return self._counts["pending"]
 
-    def counts(self) -> Mapping[str, int]:
+    def count_fates(self) -> Mapping[str, int]:
         """Return the spans by fate, such as ``exported``, and the settled ``requests``, since the queue was made.
 
         offered = exported + rejected + failed + dropped + pending. A device interval counts as a span.
@@ -149,15 +148,15 @@ class RequestQueue:
             if request in self._in_flight:
                 self._in_flight.remove(request)
                 rejected = min(verdict.rejected, request.spans) if verdict.taken else 0
-                self._count_fate(request.source, "rejected", rejected)
-                self._count_fate(request.source, "exported" if verdict.taken else "failed", request.spans - rejected)
+                self._count_spans(request.source, "rejected", rejected)
+                self._count_spans(request.source, "exported" if verdict.taken else "failed", request.spans - rejected)
             self._counts["requests"] += 1
 
     def count_failed(self, spans: int, source: Source, reason: str) -> None:
         with self.lock:
-            self._count_offered(source, spans)
+            self._count_offered_spans(source, spans)
             self.reason = reason
-            self._count_fate(source, "failed", spans)
+            self._count_spans(source, "failed", spans)
 
     def give_up_requests(self, reason: str) -> None:
         """Count the spans in flight as failed. Once the queue is closed, count waiting spans as dropped."""
@@ -167,25 +166,25 @@ class RequestQueue:
             while self._in_flight:
                 request = self._in_flight.pop()
                 request.source.counts[SENDING] = 0
-                self._count_fate(request.source, "failed", request.spans)
-            self._drop_excess()
+                self._count_spans(request.source, "failed", request.spans)
+            self._drop_excess_requests()
 
-    def _drop_excess(self) -> None:
+    def _drop_excess_requests(self) -> None:
         while self._waiting and (self.is_closed or self.queued_bytes > QUEUE_BYTES):
             request = self._remove_oldest()
-            self._count_fate(request.source, "dropped", request.spans)
+            self._count_spans(request.source, "dropped", request.spans)
 
     def _remove_oldest(self) -> QueuedRequest:
         request = self._waiting.popleft()
         self.queued_bytes -= len(request.data)
         return request
 
-    def _count_offered(self, source: Source, spans: int) -> None:
+    def _count_offered_spans(self, source: Source, spans: int) -> None:
         for counts in (self._counts, source.counts):
             counts["offered"] += spans
             counts["pending"] += spans
 
-    def _count_fate(self, source: Source, fate: str, spans: int) -> None:
+    def _count_spans(self, source: Source, fate: str, spans: int) -> None:
         if spans:
             for counts in (self._counts, source.counts):
                 counts[fate] += spans

@@ -27,7 +27,7 @@ FILE_BYTES = 2**20
 NODES = 10_000
 """The maximum number of values in a document. Each use of an alias counts the aliased values again."""
 STANDARD = ("OTEL_", "INSTRUMENT_")
-"""The prefixes of environment variables whose invalid values cause a remark, and no error."""
+"""The prefixes of environment variables whose invalid values cause a remark instead of an error."""
 DEPTH = 32
 """The maximum depth of nested lists and mappings."""
 
@@ -130,7 +130,7 @@ class YamlNode:
     pairs: Mapping[str, tuple[YamlNode, YamlNode]] = field(default_factory=dict)
 
     @property
-    def shown(self) -> str:
+    def message_text(self) -> str:
         text = clip_text(self.written or self.text)
         words = {"null": "nothing", "list": "a list", "mapping": "a mapping", "text": repr(text)}
         names = {"bool": "boolean", "date": "date"}
@@ -141,7 +141,7 @@ class YamlNode:
         return without_secrets(self.written or self.text)
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         return f"{self.document.name}:{self.line}:{self.column}"
 
     @property
@@ -160,8 +160,8 @@ class YamlNode:
         document, path = self.document, self.key_path
         path = clip_text(path or "profile") if path.isprintable() else ascii(clip_text(path))
         suggestion = f"; did you mean '{clip_text(near)}'?" if near and not self.written else ""
-        message = f"{path}: found {actual or self.shown}; allowed: {allowed}{suggestion}"
-        document.noted.append((self.line, self.column, f"{self.place}: {message}"))
+        message = f"{path}: found {actual or self.message_text}; allowed: {allowed}{suggestion}"
+        document.noted.append((self.line, self.column, f"{self.location}: {message}"))
         document.faults += 1
 
     def refuse(self, allowed: str, *, actual: str = "", near: str = "") -> NoReturn:
@@ -175,7 +175,7 @@ class YamlNode:
         if document.faults == faults:
             return True
         document.remarks += [
-            f"{message.removeprefix(f'{self.place}: ')}; {instead}" for *_, message in document.noted[noted:]
+            f"{message.removeprefix(f'{self.location}: ')}; {instead}" for *_, message in document.noted[noted:]
         ]
         del document.noted[noted:]
         document.faults = faults
@@ -252,7 +252,7 @@ def _parse_root(document: Document) -> YamlNode:
         at = YamlNode(document, "YAML", before.count("\n") + 1, error.position - before.rfind("\n"))
         at.refuse("printable text", actual=f"the character {text[error.position]!a}")
     except yaml.MarkedYAMLError as error:
-        at = _node_at(document, "YAML", error.problem_mark or error.context_mark)
+        at = _make_node_at(document, "YAML", error.problem_mark or error.context_mark)
         problem = ", ".join(part for part in (error.context, error.problem) if part)
         line = text.splitlines()[at.line - 1 : at.line]
         hint = " (inside [] and {} a ${...} needs quotes)" if "${" in "".join(line) else ""
@@ -262,22 +262,22 @@ def _parse_root(document: Document) -> YamlNode:
     return YamlNode(document, "", 1, 1, "mapping") if node is None or node.kind == "null" else node
 
 
-def _node_at(document: Document, path: str, mark: Any) -> YamlNode:
+def _make_node_at(document: Document, path: str, mark: Any) -> YamlNode:
     return YamlNode(document, path, mark.line + 1, mark.column + 1) if mark else YamlNode(document, path, 1, 1)
 
 
 def _check_size(document: Document, mark: Any, nodes: int, depth: int) -> None:
     if nodes > NODES:
         problem = f"more than {NODES} values, aliases counted"
-        _node_at(document, "YAML", mark).refuse(f"at most {NODES}", actual=problem)
+        _make_node_at(document, "YAML", mark).refuse(f"at most {NODES}", actual=problem)
     if depth > DEPTH:
-        _node_at(document, "YAML", mark).refuse(f"at most {DEPTH}", actual=f"nesting deeper than {DEPTH}")
+        _make_node_at(document, "YAML", mark).refuse(f"at most {DEPTH}", actual=f"nesting deeper than {DEPTH}")
 
 
 _TAG = "tag:yaml.org,2002:"
 _PATTERN = late_pattern(r"![^!].*")
 _EXCLUDING = late_pattern(r"(?:^|[\[,:-])\s*![^\s\"']")
-"""A pattern of unquoted text that begins with `!`. YAML reads this as a tag, but the user means to exclude."""
+"""A pattern of unquoted text that begins with `!`, which YAML reads as a tag."""
 _KINDS = {"str": "text", "value": "text", "merge": "text", "timestamp": "date", "seq": "list", "map": "mapping"}
 _SCALARS = ("null", "bool", "int", "float", "text", "date")
 _SHAPES = {"scalar": _SCALARS, "sequence": ("list",), "mapping": ("mapping",)}
@@ -304,7 +304,7 @@ class _Tree:
         self.open: list[int] = []
 
     def make_node(self, source: Any, path: str) -> YamlNode:
-        at = _node_at(self.document, path, source.start_mark)
+        at = _make_node_at(self.document, path, source.start_mark)
         self.nodes += 1
         _check_size(self.document, source.start_mark, self.nodes, len(self.open))
         if id(source) in self.open:
@@ -330,9 +330,9 @@ class _Tree:
         pairs_of_mapping: dict[str, tuple[YamlNode, YamlNode]] = {}
         merged: dict[str, tuple[YamlNode, YamlNode]] = {}
         for key, value in source.value:
-            at = _node_at(self.document, mapping.key_path, key.start_mark)
+            at = _make_node_at(self.document, mapping.key_path, key.start_mark)
             if key.tag == _TAG + "merge":
-                for name, pair in self.merged_pairs(value, mapping):
+                for name, pair in self.read_merged_pairs(value, mapping):
                     merged.setdefault(name, pair)
             elif key.id != "scalar":
                 at.note_problem("words as keys", actual="a list or mapping as a key")
@@ -343,7 +343,7 @@ class _Tree:
                 pairs_of_mapping[key.value] = (at, self.make_node(value, mapping.path_of_key(key.value)))
         return {**merged, **pairs_of_mapping}
 
-    def merged_pairs(self, value: Any, mapping: YamlNode) -> Iterator[tuple[str, tuple[YamlNode, YamlNode]]]:
+    def read_merged_pairs(self, value: Any, mapping: YamlNode) -> Iterator[tuple[str, tuple[YamlNode, YamlNode]]]:
         for part in value.value if value.id == "sequence" else (value,):
             node = self.make_node(part, mapping.key_path)
             if node.kind != "mapping":
@@ -462,8 +462,7 @@ def make_whole_number_reader(least: int) -> Read:
 
 
 SMALL = 1024
-"""The number from which an error message suggests bytes for a size without a unit. Below it, the message suggests the
-example's unit."""
+"""The number from which an error message suggests bytes as the missing unit."""
 
 _QUANTITY = late_pattern(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = late_pattern(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")

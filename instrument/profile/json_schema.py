@@ -45,7 +45,7 @@ SHAPES_OF_KEYS: Mapping[tuple[str, str], Shape] = {
     ("functions", "match"): {"anyOf": [_SELECTING, _PATTERNS]},
     ("functions", "phase"): {"anyOf": [{"enum": [*PHASES]}, {"type": "string", "minLength": 1}]},
 }
-"""The schemas of keys whose readers do not describe them completely, by section and key."""
+"""The schemas that replace the schemas of the keys' readers, by section and key."""
 
 _BY_TYPE: Shape = {"required": ["type"], "properties": {"type": {"not": {"type": "null"}}}}
 _MATCH: Shape = {"anyOf": [SELECTS, {"type": "array", "contains": SELECTS}]}
@@ -57,10 +57,10 @@ SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
 _SERVERS = " ".join(f"{name}: {owner}." for name, owner in model.SERVERS.items())
 
 COMPUTED_DESCRIPTIONS: Mapping[tuple[str, str], str] = {("requests", "servers"): f"Servers to record. {_SERVERS}"}
-"""The descriptions of keys that list names of other modules. All other descriptions are in the schema's file."""
+"""The descriptions of keys that are computed, and not read from the schema's file."""
 
 TEXTS_OF_DEFAULTS: Mapping[tuple[str, str], str] = {("export.otlp", "endpoint"): "http://localhost:4318"}
-"""The defaults of keys whose reader changes the value, as written in a profile."""
+"""The defaults of keys as texts of a profile, where the reader returns a different value."""
 
 
 def make_schema() -> dict[str, Any]:

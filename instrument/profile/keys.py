@@ -93,7 +93,7 @@ def loads(text: str, *, name: str = "<profile>", environ: Mapping[str, str] | No
 _NODES = "SessionOptions.enable_profiling in the service; `report FILE --view events` reads its file"
 _SOCKET = "`instrument reload`, which asks the agent of a run; without an agent `watch: true`"
 REMOVED: Mapping[tuple[str, str], str] = {("frameworks", "nodes"): _NODES, ("control", "socket"): _SOCKET}
-"""The keys of earlier versions, by section and name, each with a message about its replacement."""
+"""The messages for keys of earlier versions, by section and name."""
 
 
 def with_engine_preset(profile: model.Profile, package: str) -> model.Profile:
@@ -159,7 +159,7 @@ def _find_variable(node: YamlNode, path: str) -> tuple[str, Read, YamlNode | Non
 _INSTEAD = {"export.otlp.protocol": "http/protobuf is used"}
 
 
-def section_shape(section: str) -> Shape:
+def make_section_schema(section: str) -> Shape:
     return {"$ref": f"#/$defs/{section}"}
 
 
@@ -196,7 +196,7 @@ class Keys(dict[str, Key]):
 
 
 def _section_reader(section: str, build: Callable[..., Any] | None = None, also: str = "") -> Read:
-    @with_schema(section_shape(section))
+    @with_schema(make_section_schema(section))
     def read(node: YamlNode) -> Any:
         return (build or KEYS[section].kind)(**_read_fields(node, section, also))
 
@@ -208,7 +208,7 @@ def _make_export_key(way: str) -> Key:
     return Key(way, reader_or_off(_section_reader(f"export.{way}", also="off, or ")), blank=True)
 
 
-@with_schema(section_shape("functions"))
+@with_schema(make_section_schema("functions"))
 def _read_function_rule(node: YamlNode) -> model.FunctionRule:
     values = _read_fields(node, "functions")
     written = values.pop("match")
@@ -222,17 +222,17 @@ def _read_function_rule(node: YamlNode) -> model.FunctionRule:
         if "[]" in fact.argument and not fact.key and "batch" not in values:
             node.pairs["facts"][1].refuse("the path of each item's key as `key`", actual=fact.argument)
     text = ", ".join(public_texts(node, "match"))
-    return model.FunctionRule(match, exclude, line=node.line, place=node.place, text=text, **values)
+    return model.FunctionRule(match, exclude, line=node.line, place=node.location, text=text, **values)
 
 
-@with_schema(section_shape("functions.attributes"))
+@with_schema(make_section_schema("functions.attributes"))
 def _read_argument(node: YamlNode) -> model.Argument:
     argument = model.Argument(**_read_fields(node, "functions.attributes"))
     suffix = "" if argument.record == "value" else f".{argument.record}"
     return argument if argument.name else replace(argument, name=argument.argument + suffix)
 
 
-@with_schema(section_shape("functions.facts"))
+@with_schema(make_section_schema("functions.facts"))
 def _read_fact(node: YamlNode) -> model.Fact:
     fact = model.Fact(**_read_fields(node, "functions.facts"))
     if fact.key and "[]" not in fact.argument:
@@ -243,7 +243,7 @@ def _read_fact(node: YamlNode) -> model.Fact:
 
 
 def _make_request_keys_reader(section: str, path: Read) -> Read:
-    @with_schema({"anyOf": [SHAPES[path], section_shape(section)]})
+    @with_schema({"anyOf": [SHAPES[path], make_section_schema(section)]})
     def read(node: YamlNode) -> model.RequestKeys:
         if node.kind == "mapping":
             return model.RequestKeys(**_read_fields(node, section))
@@ -252,7 +252,7 @@ def _make_request_keys_reader(section: str, path: Read) -> Read:
     return read
 
 
-@with_schema(section_shape("layers"))
+@with_schema(make_section_schema("layers"))
 def _read_layer_rule(node: YamlNode) -> model.LayerRule:
     values = _read_fields(node, "layers")
     written, types = values.pop("match", ()), values.get("types", ())
@@ -264,7 +264,7 @@ def _read_layer_rule(node: YamlNode) -> model.LayerRule:
     return model.LayerRule(match, exclude, line=node.line, text=text, **values)
 
 
-@with_schema(section_shape("copies"))
+@with_schema(make_section_schema("copies"))
 def _read_copy_rule(node: YamlNode) -> model.CopyRule:
     rule = model.CopyRule(**_read_fields(node, "copies"))
     of = "" if rule.frameworks == model.COPY_FRAMEWORKS else f" of {' '.join(rule.frameworks)}"
@@ -275,7 +275,7 @@ _FRAMEWORKS = f"auto, off, or a list of {', '.join(model.FRAMEWORKS)}"
 _framework = make_choice_reader(*model.FRAMEWORKS)
 
 
-@with_schema(section_shape("frameworks"))
+@with_schema(make_section_schema("frameworks"))
 def _read_framework_rule(node: YamlNode) -> model.FrameworkRule:
     if node.kind != "mapping":
         return model.FrameworkRule(_framework(node), line=node.line)
@@ -286,7 +286,7 @@ def _read_framework_rule(node: YamlNode) -> model.FrameworkRule:
     {
         "anyOf": [
             {"enum": ["auto", "off", False]},
-            {"type": "array", "items": {"anyOf": [SHAPES[_framework], section_shape("frameworks"), REFERENCE]}},
+            {"type": "array", "items": {"anyOf": [SHAPES[_framework], make_section_schema("frameworks"), REFERENCE]}},
         ]
     }
 )
@@ -309,7 +309,7 @@ def _read_frameworks(node: YamlNode) -> tuple[model.FrameworkRule, ...]:
     return rules
 
 
-@with_schema({"anyOf": [{"enum": ["auto", "off", False]}, section_shape("requests")]})
+@with_schema({"anyOf": [{"enum": ["auto", "off", False]}, make_section_schema("requests")]})
 def _read_requests(node: YamlNode) -> tuple[model.RequestsRule, ...]:
     if node.kind == "text" and node.text == "auto":
         return (model.RequestsRule(line=node.line),)
@@ -326,7 +326,7 @@ def _read_requests(node: YamlNode) -> tuple[model.RequestsRule, ...]:
     return (rule,)
 
 
-@with_schema({"anyOf": [section_shape("schedule"), PAIR_OF_STEPS]})
+@with_schema({"anyOf": [make_section_schema("schedule"), PAIR_OF_STEPS]})
 def _read_schedule(node: YamlNode) -> model.Schedule:
     if node.kind != "list":
         return model.Schedule(**_read_fields(node, "schedule"))
@@ -340,7 +340,7 @@ def _read_schedule(node: YamlNode) -> model.Schedule:
 _BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 
 
-@with_schema({"anyOf": [section_shape("export.otlp"), {"enum": ["auto", "off", False]}]})
+@with_schema({"anyOf": [make_section_schema("export.otlp"), {"enum": ["auto", "off", False]}]})
 def _read_otlp(node: YamlNode) -> model.Otlp | None:
     """Read the settings of the collector, None without a collector. For `auto`, an environment variable names the
     collector."""
@@ -383,7 +383,7 @@ def _is_in_profile(node: YamlNode, name: str) -> bool:
 _exports = list_or_item(make_choice_reader(*(name for name, _ in fields_of(model.Export))))
 
 
-@with_schema({"anyOf": [section_shape("export"), SHAPES[_exports]]})
+@with_schema({"anyOf": [make_section_schema("export"), SHAPES[_exports]]})
 def _read_export(node: YamlNode) -> model.Export:
     if node.kind in ("text", "list"):
         ways = {
@@ -446,13 +446,13 @@ KEYS: Mapping[str, Keys] = {
     "functions.key": Keys(
         model.RequestKeys,
         argument=Key("argument", readers.key_path, required="where the key is, such as request.request_id"),
-        cut=readers.read_expression,
+        cut=readers.read_regex,
     ),
     "functions.batch": Keys(
         model.RequestKeys,
         argument=Key("argument", readers.keys_path, required="where the keys are, such as requests[].request_id"),
         weights=readers.keys_path,
-        cut=readers.read_expression,
+        cut=readers.read_regex,
     ),
     "functions.where": Keys(model.FunctionRule, min_duration=Key("min_ns", readers.make_duration_reader("50us"))),
     "functions.attributes": Keys(
@@ -472,7 +472,7 @@ KEYS: Mapping[str, Keys] = {
     "functions.facts.key": Keys(
         model.RequestKeys,
         argument=Key("argument", readers.keys_path, required="where the keys are, such as requests[].request_id"),
-        cut=readers.read_expression,
+        cut=readers.read_regex,
     ),
     "functions.gauges": Keys(
         model.OwnGauge,
@@ -543,8 +543,8 @@ KEYS: Mapping[str, Keys] = {
         model.Device,
         cuda=make_choice_reader("auto", "off"),
         gil=make_choice_reader("hold", "release"),
-        nvml=Key("nvml_ns", readers.read_interval),
-        host=Key("host_ns", readers.read_interval),
+        nvml=Key("nvml_ns", readers.read_gauge_interval),
+        host=Key("host_ns", readers.read_gauge_interval),
     ),
     "control": Keys(model.Control, watch=read_flag),
     "export": Keys(

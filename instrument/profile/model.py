@@ -303,7 +303,7 @@ class PercentileThreshold:
 
 
 Comparison = tuple[str, str | bool | int | float]
-"""An operator (`=`, `>=`, `>`, `<=` or `<`) and a value. Texts and booleans allow only `=`."""
+"""A comparison: an operator (`=`, `>=`, `>`, `<=` or `<`) and a value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -543,5 +543,4 @@ EVERYTHING = Profile(
     device=Device(host_ns=10**9),
     source="the default of a Profiler",
 )
-"""The default profile of a `Profiler`, for a training loop whose user names no profile. The path "" is the whole
-model."""
+"""The default profile of a `Profiler`."""

@@ -25,8 +25,7 @@ _CLASS = ""
 """The key for the class name in a saved dataclass. No field has this name."""
 
 _ITERATED = "OTEL_"
-"""The prefix of environment variables that all count as inputs of the profile, because its reader iterates over
-them."""
+"""The prefix of environment variables of which any change makes the saved profile invalid."""
 
 
 class Consulted(Mapping[str, str]):
@@ -54,7 +53,7 @@ def write_shared_profile(path: Path, profile: Profile, consulted: Consulted) -> 
         return
     with suppress(OSError, ValueError), file_writing.open_replacement(path) as file:
         names = sorted(consulted.names)
-        facts = names, _read_variables(names, consulted), _read_file_state(profile.source), _to_plain(profile)
+        facts = names, _read_variables(names, consulted), _read_file_state(profile.source), _convert_to_json(profile)
         file.write(json.dumps(facts).encode())
 
 
@@ -66,7 +65,7 @@ def read_shared_profile(path: Path | None, source: str) -> Profile | None:
         names, values, state, plain = json.loads(path.read_bytes())
         if values != _read_variables(names, user_settings()) or state != [*_read_file_state(source)]:
             return None
-        profile: Profile = _from_plain(plain)
+        profile: Profile = _restore_from_json(plain)
     except (OSError, ValueError, TypeError, LookupError):
         return None
     return replace(profile, source=source)
@@ -81,18 +80,18 @@ def _read_file_state(source: str) -> tuple[int, int]:
     return facts.st_mtime_ns, facts.st_size
 
 
-def _to_plain(thing: Any) -> Any:
+def _convert_to_json(thing: Any) -> Any:
     if fields := fields_of(thing):
-        return {_CLASS: type(thing).__name__, **{name: _to_plain(getattr(thing, name)) for name, _ in fields}}
+        return {_CLASS: type(thing).__name__, **{name: _convert_to_json(getattr(thing, name)) for name, _ in fields}}
     if isinstance(thing, Mapping):
         return dict(thing)
-    return [*map(_to_plain, thing)] if isinstance(thing, tuple) else thing
+    return [*map(_convert_to_json, thing)] if isinstance(thing, tuple) else thing
 
 
-def _from_plain(plain: Any) -> Any:
+def _restore_from_json(plain: Any) -> Any:
     if isinstance(plain, list):
-        return tuple(map(_from_plain, plain))
+        return tuple(map(_restore_from_json, plain))
     if isinstance(plain, dict) and _CLASS in plain:
         kind = getattr(model, plain.pop(_CLASS))
-        return kind(**{name: _from_plain(value) for name, value in plain.items()})
+        return kind(**{name: _restore_from_json(value) for name, value in plain.items()})
     return plain

@@ -86,7 +86,7 @@ def read_share(node: YamlNode) -> float:
 
 
 @with_schema({"type": "string"})
-def read_expression(node: YamlNode) -> str:
+def read_regex(node: YamlNode) -> str:
     text: str = read_string(node)
     try:
         re.compile(text)
@@ -130,7 +130,7 @@ _read_interval = make_quantity_reader(DURATION_UNITS, "1s", "10ms", also="auto, 
 
 
 @with_schema({"anyOf": [DURATION, {"enum": ["auto", "off", False]}]})
-def read_interval(node: YamlNode) -> int | None:
+def read_gauge_interval(node: YamlNode) -> int | None:
     """Read the ns between two readings of gauges: `AUTO_NS` for auto, None for off."""
     if node.is_off:
         return None
@@ -289,7 +289,7 @@ def _parse_number(text: str) -> int | float:
 _read_compared = list_or_item(_read_comparison)
 
 
-def _mapping_shape(names: str, *values: Shape) -> Shape:
+def _make_mapping_schema(names: str, *values: Shape) -> Shape:
     items: Shape = {"anyOf": [*values, {"$ref": "#/$defs/left_out"}]}
     return {"type": "object", "propertyNames": {"pattern": f"^(?:{names})$"}, "additionalProperties": items}
 
@@ -297,7 +297,7 @@ def _mapping_shape(names: str, *values: Shape) -> Shape:
 _COMPARED_LIST = {"type": "array", "items": {"anyOf": _COMPARED_SHAPES}, "minItems": 1}
 
 
-@with_schema(_mapping_shape(ATTRIBUTE_SYNTAX, *_COMPARED_SHAPES, _COMPARED_LIST))
+@with_schema(_make_mapping_schema(ATTRIBUTE_SYNTAX, *_COMPARED_SHAPES, _COMPARED_LIST))
 def read_conditions(node: YamlNode) -> tuple[Where, ...]:
     if node.kind != "mapping":
         node.refuse("a mapping of attributes to what they must be, such as {tenant: x}")
@@ -325,7 +325,7 @@ def read_url(node: YamlNode) -> str:
     try:
         _ = urlsplit(text).port
     except ValueError as error:
-        node.refuse(allowed, actual=f"{node.shown} ({error})")
+        node.refuse(allowed, actual=f"{node.message_text} ({error})")
     return text
 
 
@@ -353,7 +353,7 @@ def read_timeout_seconds(node: YamlNode) -> int:
     return int(float(node.text) * 10**9)
 
 
-@with_schema(_mapping_shape(HEADER_NAME_SYNTAX, make_text_schema(HEADER_VALUE_SYNTAX)))
+@with_schema(_make_mapping_schema(HEADER_NAME_SYNTAX, make_text_schema(HEADER_VALUE_SYNTAX)))
 def read_headers(node: YamlNode) -> tuple[tuple[str, str], ...]:
     if node.kind != "mapping":
         node.refuse("a mapping of header names to texts", actual="no mapping (not shown)")
@@ -404,7 +404,7 @@ def _otlp_variables(setting: str, read: Read) -> tuple[tuple[str, Read], ...]:
 
 
 SERVICE = "INSTRUMENT_SERVICE"
-"""The environment variable for a service name that `instrument run` sets if nothing else names the service."""
+"""The environment variable with the default service name of `instrument run`."""
 
 VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "service": (("OTEL_SERVICE_NAME", read_string), (SERVICE, read_string)),
@@ -430,10 +430,7 @@ FOLLOWED: Mapping[str, tuple[str, str]] = {
     "OTEL_EXPERIMENTAL_RESOURCE_DETECTORS": ("resource detectors", ".*"),
     "OTEL_PROPAGATORS": ("propagators", ".*"),
 }
-"""Further OpenTelemetry variables that the export honours, each with its setting and the honoured values.
-
-Variables in neither `FOLLOWED` nor `VARIABLES` are ignored.
-"""
+"""Further OpenTelemetry variables that the export honours, each with a name and a pattern of honoured values."""
 
 _OF_ITS_SDK = "OTEL_PYTHON_"
 """The prefix of variables that only OpenTelemetry's Python SDK and instrumentations read."""
@@ -476,11 +473,11 @@ def _describe_variables(environ: Mapping[str, str]) -> Iterator[str]:
     variables = [
         (name, value.strip().lower()) for name, value in sorted(environ.items()) if value and name not in valid
     ]
-    missed = [name for name, value in variables if name.startswith("OTEL_") and not _is_supported(name, value)]
+    missed = [name for name, value in variables if name.startswith("OTEL_") and not _is_variable_supported(name, value)]
     if missed:
         yield f"set without an effect: {', '.join(missed)}"
 
 
-def _is_supported(name: str, value: str) -> bool:
+def _is_variable_supported(name: str, value: str) -> bool:
     _, followed = FOLLOWED.get(name, ("", "(?!)"))
     return name.startswith(_OF_ITS_SDK) or re.fullmatch(followed, value) is not None

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from instrument.instrumentors.argument_watch import ID, SeenPath
 from instrument.instrumentors.arguments import RETURN
-from instrument.instrumentors.known_packages import filter_packages_by_role, presets_for
+from instrument.instrumentors.known_packages import filter_packages_by_role, find_presets
 from instrument.profile.keys import load
 from instrument.profile.presets import preset_path
 from instrument.proposal.function_choice import (
@@ -33,26 +33,25 @@ from instrument.proposal.function_choice import (
 from instrument.proposal.observation import Observation, ObservedNode
 
 KEYS, BATCHES = 3, 3
-"""The maximum numbers of rules outside of requests: with a key, and with a batch."""
+"""The maximum numbers of rules with a key, and with a batch, for functions outside of requests."""
 
 LOOKS = 3
-"""The minimum number of observed values of a possible request key. A second function with as many shared values
-confirms it."""
+"""The minimum number of observed values of a possible request key."""
 
 DISTINCT = 0.8
 """The minimum share of distinct values for a possible request key."""
 
 SHARED = 0.5
-"""The minimum share of an argument's values that must be keys of requests for a rule outside of requests."""
+"""The minimum share of an argument's values that are request keys."""
 
 LEAST_BATCH = 0.05
-"""The minimum share of the work outside of requests for a rule on a function with batches."""
+"""The minimum time of a batch function, as a share of the work outside of requests."""
 
 PASSED = 0.95
-"""The minimum calls of the function that names the requests, as a share of the most called candidate's calls."""
+"""The minimum calls of the function with the request key, as a share of the most called candidate's calls."""
 
 COVERED = 0.8
-"""The share of a batch function's time from which its callees with batches replace it in the proposal."""
+"""The minimum share of a batch function's time that its callees need to replace it in the proposal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +198,7 @@ def _get_or_add_rule(choice: FunctionChoice, label: str, paths: CallGroup) -> Ru
 
 
 def _group_calls_below(tops: Iterable[ObservedNode]) -> dict[str, CallGroup]:
-    return group_nodes_by_label(dict.fromkeys(node for top in tops for node in top.walk() if node.calls))
+    return group_nodes_by_label(dict.fromkeys(node for top in tops for node in top.iterate_call_paths() if node.calls))
 
 
 def _is_called_below(paths: CallGroup, labels: Collection[str]) -> bool:
@@ -227,7 +226,7 @@ SHOWN = 6
 """The maximum number of items that a comment lists. Further items are only counted."""
 
 LEAST_OF_LAYERS, LEAST_OF_BLOCK = 0.05, 0.1
-"""The minimum share of a layer in the time of all layers, and in the time of the block that contains it."""
+"""The minimum share of a layer in the time of all layers, and in its block's time."""
 
 LEAST_LAYER_NS = 20_000
 """The minimum mean duration of a layer's call in ns. A faster layer gets no rule."""
@@ -336,7 +335,7 @@ def propose_first_profile(observation: Observation, words: Sequence[str], servic
             *(f"#   {_replace_unprintable(line)}" for line in commands),
         ],
         [f"service: ${{OTEL_SERVICE_NAME:-{service}}}", f"preset: {preset}  # {PRESET_SAYS[preset]}"],
-        [*_comment_lines([*requests, *_describe_preset_calls(observation)]), *_ignored_yaml(ignored)],
+        [*_comment_lines([*requests, *_describe_preset_calls(observation)]), *_format_ignored_paths(ignored)],
         format_rules("functions", choice.rules),
         format_rules("layers", layers),
         [*wrap_comment(capture), "capture: {sample: 1.0, slow: p99*1.5, errors: true}"] if count else [],
@@ -361,7 +360,7 @@ def _request_path(node: ObservedNode) -> str:
     return node.callee.name.rpartition(" ")[2] if node.callee.kind == "request" else ""
 
 
-def _ignored_yaml(paths: Sequence[str]) -> list[str]:
+def _format_ignored_paths(paths: Sequence[str]) -> list[str]:
     text = ", ".join(path if re.fullmatch(r"/[\w./-]*", path) else _quote_yaml(path) for path in paths)
     lines = textwrap.wrap(f"  ignore: [{text}]", WIDTH, subsequent_indent=" " * 11, break_on_hyphens=False)
     return ["requests:", *lines] if paths else []
@@ -372,7 +371,7 @@ def _describe_packages(observation: Observation) -> Iterator[str]:
     if packages:
         device = " CUDA was used, so rules over layers have `device: true`." if observation.uses_cuda else ""
         yield f"Imported: {', '.join(packages)}.{device}"
-    for package, preset in presets_for(observation.packages):
+    for package, preset in find_presets(observation.packages):
         yield f"A preset that is made for {package}, by hand: `instrument check --preset {preset}` prints it."
 
 
@@ -476,7 +475,7 @@ def _choose_patterns(by_pattern: Mapping[str, CallGroup], whole_ns: int) -> list
         key=lambda pattern: (-total_ns[pattern], pattern),
     )
     blocks = [pattern for pattern in large if pattern.endswith("*") and _count_layers(by_pattern[pattern]) > 1]
-    outermost = sorted(_keep_outermost(blocks), key=lambda pattern: pattern.count("."))
+    outermost = sorted(_keep_outer_patterns(blocks), key=lambda pattern: pattern.count("."))
     chosen: list[str] = []
     for block in outermost:
         least_ns = LEAST_OF_BLOCK * total_ns[block]
@@ -487,8 +486,8 @@ def _choose_patterns(by_pattern: Mapping[str, CallGroup], whole_ns: int) -> list
         for pattern in large
         if not any(f"{block}.".startswith(f"{pattern}.") or pattern.startswith(f"{block}.") for block in outermost)
     ]
-    return chosen + _keep_outermost(alone)
+    return chosen + _keep_outer_patterns(alone)
 
 
-def _keep_outermost(patterns: list[str]) -> list[str]:
+def _keep_outer_patterns(patterns: list[str]) -> list[str]:
     return [pattern for pattern in patterns if not any(pattern.startswith(f"{prefix}.") for prefix in patterns)]

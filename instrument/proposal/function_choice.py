@@ -44,11 +44,10 @@ def share_text(share: float) -> str:
 
 
 LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
-"""The minimum self time for a rule, as a share of the time of requests, of units of work, or of the run. It doubles for
-names with a leading underscore."""
+"""The minimum self time for a rule, as a share of the time of requests, work units, or the run."""
 
 LEAST_SPLIT = 0.1
-"""The minimum share of the time, of requests or units of work, for a rule on a function with several large callees."""
+"""The minimum share of the time for a rule on a function with several large callees."""
 
 LEAST_PART = 0.02
 """The minimum share of a function's time from which a callee counts as large."""
@@ -60,14 +59,13 @@ HOT = 10_000
 """The maximum calls per second. A function with more calls gets no rule."""
 
 REPEATED = 3
-"""The minimum number of calls per process with which a function counts as repeated."""
+"""The minimum number of calls per process of a repeated function."""
 
 LOADING_NS = 50_000_000
-"""The minimum total time in ns per process with which a loading function gets a rule."""
+"""The minimum total time in ns per process for a rule on a loading function."""
 
 REPEATS_REQUEST, REPEATS_OWN = 0.9, 0.2
-"""The minimum total time and the maximum self time of a function that only repeats its request's span. It gets no rule.
-Both are shares of the request's time."""
+"""The minimum total and maximum self time of a function that only wraps requests, as shares of their time."""
 
 RULES = 12
 """The maximum number of rules for functions, except those for loading, requests, steps, keys and batches."""
@@ -190,7 +188,7 @@ def suggest_phase(name: str) -> str:
 
 
 def choose_functions(observation: Observation) -> FunctionChoice:
-    return _Chooser(observation).choose()
+    return _Chooser(observation).choose_rules()
 
 
 class _Chooser:
@@ -209,7 +207,7 @@ class _Chooser:
         self._units = [unit for unit in units if unit not in self._named_requests]
         self._name_of_units = "the work outside of requests" if self._requests else "the work"
 
-    def choose(self) -> FunctionChoice:
+    def choose_rules(self) -> FunctionChoice:
         rules: dict[str, RuleProposal] = {}
         self._small: set[str] = set()
         roots = [] if self._requests or self._units else self._observation.roots
@@ -235,18 +233,18 @@ class _Chooser:
         """Find the units of work: functions outside of requests that are called repeatedly."""
         units: list[ObservedNode] = []
 
-        def visit(nodes: Iterable[ObservedNode]) -> None:
+        def collect_units(nodes: Iterable[ObservedNode]) -> None:
             for node in nodes:
                 if node.callee.kind in ("request", "layer", "copy"):
                     continue
                 is_once = node.calls < REPEATED * max(len(node.processes), 1)
                 # A call without a label is the server's own: it is no unit of work, but units may be below it.
                 if is_once or not node.callee.label:
-                    visit(node.children.values())
+                    collect_units(node.children.values())
                 elif not _WAITING.search(function_name(node.callee.label)):
                     units.append(self._find_delegate(node))
 
-        visit(self._observation.roots)
+        collect_units(self._observation.roots)
         return units
 
     def _find_delegate(self, node: ObservedNode) -> ObservedNode:
@@ -383,12 +381,12 @@ class _Chooser:
             reasons.append(f"{phase} by its name")
         group = OUTSIDE if tops is self._units else OF_REQUESTS
         return RuleProposal(
-            label, kind, phase, self._runs_on_device(paths.nodes), share=share, first_ns=paths.first_ns, group=group,
+            label, kind, phase, self._has_device_layers(paths.nodes), share=share, first_ns=paths.first_ns, group=group,
             reasons=reasons,
         )  # fmt: skip
 
-    def _runs_on_device(self, nodes: Iterable[ObservedNode]) -> bool:
-        below = (inner.callee.kind for node in nodes for inner in node.walk())
+    def _has_device_layers(self, nodes: Iterable[ObservedNode]) -> bool:
+        below = (inner.callee.kind for node in nodes for inner in node.iterate_call_paths())
         return self._observation.uses_cuda and "layer" in below
 
     def _propose_top_units(self) -> Iterator[RuleProposal]:
@@ -402,7 +400,7 @@ class _Chooser:
             is_step = bool(STEP.search(function_name(label)))
             phase = "" if is_step else suggest_phase(function_name(label))
             kind = "step" if is_step else "phase" if phase else "op"
-            rule = RuleProposal(label, kind, phase, self._runs_on_device(paths.nodes), share=share, group=OUTSIDE)
+            rule = RuleProposal(label, kind, phase, self._has_device_layers(paths.nodes), share=share, group=OUTSIDE)
             rule.first_ns, rule.is_needed = paths.first_ns, is_step
             rule.reasons.append(f"{paths}, {share_text(share)} of {self._name_of_units}")
             if is_step:

@@ -69,11 +69,11 @@ class ObservedNode:
     first_ns: int = 0
     processes: set[int] = field(default_factory=set)
 
-    def walk(self) -> Iterator[ObservedNode]:
+    def iterate_call_paths(self) -> Iterator[ObservedNode]:
         """Yield this call path and all below it, parents before their children."""
         yield self
         for child in list(self.children.values()):
-            yield from child.walk()
+            yield from child.iterate_call_paths()
 
     def iterate_callers(self) -> Iterator[ObservedNode]:
         node = self.parent
@@ -105,7 +105,7 @@ class Observation:
 
     def nodes(self) -> Iterator[ObservedNode]:
         for root in self.roots:
-            yield from root.walk()
+            yield from root.iterate_call_paths()
 
 
 def mark_process_started(folder: str) -> None:
@@ -139,7 +139,7 @@ def write_report(
 
     callee_numbers: dict[Callee, int] = {}
     lines = []
-    for row in tally.rows():
+    for row in tally.iterate_totals():
         path = [callee_numbers.setdefault(find_callee(site), len(callee_numbers)) for site in row.path]
         lines.append([path, row.totals.calls, row.totals.total_ns, row.totals.self_ns, row.totals.first_ns])
     cuda = sys.modules.get("torch.cuda")

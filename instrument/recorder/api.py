@@ -111,7 +111,7 @@ if not TYPE_CHECKING and not native.WHY_MISSING:
 # ---------------------------------------------------------------- metrics
 
 EVERY_NS = 10**9
-"""The default minimum ns between two values of a metric in timelines."""
+"""The default minimum time in ns between two recorded values of a metric."""
 
 REFUSED = "metrics not kept: no number, or too many names"
 """The name under which reports count refused values."""
@@ -168,12 +168,12 @@ def make_metric_writer(kind: str, name: str, unit: str, every_ns: int) -> Callab
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def _cache_newest(function: Function) -> Function:
+def _cache_newest_results(function: Function) -> Function:
     """Cache the newest results of a function. A cached call takes a fifth of the time."""
     return cast(Function, functools.lru_cache(MOST_GAUGES)(function))
 
 
-@_cache_newest
+@_cache_newest_results
 def gauge(name: str, unit: str = "1") -> Number:
     """Return the gauge with a name: ``instrument.gauge("kv.usage").set(0.5)``. Setting a value costs no more than a
     scope.
@@ -184,7 +184,7 @@ def gauge(name: str, unit: str = "1") -> Number:
     return _find_or_make_metric(GAUGE, name, unit)
 
 
-@_cache_newest
+@_cache_newest_results
 def counter(name: str, unit: str = "1") -> Number:
     """Return the counter with a name: ``instrument.counter("cache.hits").add()``. `add` takes an amount from 0 on, 1 by
     default.
@@ -195,7 +195,7 @@ def counter(name: str, unit: str = "1") -> Number:
     return _find_or_make_metric(COUNTER, name, unit)
 
 
-@_cache_newest
+@_cache_newest_results
 def histogram(name: str, unit: str = "1") -> Number:
     """Return the histogram with a name: ``instrument.histogram("prompt.tokens").record(17)``. `record` takes a finite
     number.

@@ -32,7 +32,7 @@ from instrument.recording.spans import (
 from instrument.runtime.cheap_start import replace
 
 MOST_NAMES_PER_SITE = 256
-"""The maximum number of names that renaming gives to one site's spans. Further names are refused."""
+"""The maximum number of names to which the spans of a site are renamed."""
 
 
 def rename_span_of_frame(recorder: Any, frame: Any, name: object) -> None:
@@ -93,7 +93,7 @@ CHECKSUM_CHARACTERS = 4096
 
 
 Complain = Callable[..., None]
-"""A function of (name, sentence, kind of value) that counts a refused value, and logs the first of its kind."""
+"""A function of (name, sentence, kind of value) that counts and logs a refused value."""
 
 
 def check_attributes(attributes: object, more: Mapping[str, object], complain: Complain) -> dict[str, AttributeValue]:
@@ -155,7 +155,7 @@ def encode_key(value: object) -> str:
     if kind is int:
         whole = cast(int, value)
         return str(whole) if whole.bit_length() <= 256 else ""
-    text = _check_text(value)
+    text = _convert_to_text(value)
     if text is not None:
         return text if len(text) <= KEY_LIMIT else _shorten_key(text)
     if kind is bytes:
@@ -240,7 +240,7 @@ def find_refused_key_class(keys: Sequence[object], texts: Sequence[str]) -> str:
     if "" not in texts:
         return ""
     empty = (key for key, text in zip(keys, texts, strict=False) if not text)
-    refused = (key for key in empty if key is not None and _check_text(key) != "" and not encode_key(key))
+    refused = (key for key in empty if key is not None and _convert_to_text(key) != "" and not encode_key(key))
     return next(map(_class_name, refused), "")
 
 
@@ -296,7 +296,7 @@ def make_key_attributes(key: object, batch: object, complain: Complain) -> dict[
 
 
 def check_span_name(name: object) -> str | None:
-    text = _check_text(name)
+    text = _convert_to_text(name)
     return _cut_text(text) if text else None
 
 
@@ -304,22 +304,22 @@ def make_status_attributes(code: object, description: object, error_type: object
     """Return the attributes for a status. Return None for an invalid code. `code` is `ok` or `error` in any case, or a
     member of OpenTelemetry's `StatusCode`."""
     try:
-        word = _check_text(code) or _check_text(getattr(code, "name", None)) or ""
+        word = _convert_to_text(code) or _convert_to_text(getattr(code, "name", None)) or ""
     except Exception:  # of an object of the service's own
         return None
     word = word.upper()
     if word not in ("OK", "ERROR"):
         return None
     status: dict[str, AttributeValue] = {STATUS_CODE: word}
-    if word == "ERROR" and (text := _check_text(description)):
+    if word == "ERROR" and (text := _convert_to_text(description)):
         status[STATUS_DESCRIPTION] = _cut_text(text)
-    if word == "ERROR" and (text := _check_text(error_type)):
+    if word == "ERROR" and (text := _convert_to_text(error_type)):
         status[ERROR_TYPE] = _cut_text(text)
     return status
 
 
 def _check_value(value: object, most: int) -> AttributeValue | None:
-    values_read = _check_items(value, most)
+    values_read = _read_list_items(value, most)
     if values_read is None:
         return _check_scalar(value)
     items = [_check_scalar(item) for item in values_read]
@@ -330,7 +330,7 @@ def _check_value(value: object, most: int) -> AttributeValue | None:
     return None if len(kinds) > 1 or type(None) in kinds else values
 
 
-def _check_items(value: object, most: int) -> list[Any] | None:
+def _read_list_items(value: object, most: int) -> list[Any] | None:
     if issubclass(type(value), list):
         return list.__getitem__(cast("list[Any]", value), slice(most))
     if issubclass(type(value), tuple):
@@ -339,7 +339,7 @@ def _check_items(value: object, most: int) -> list[Any] | None:
 
 
 def _check_scalar(value: object) -> str | bool | int | float | None:
-    text = _check_text(value)
+    text = _convert_to_text(value)
     if text is not None:
         return _cut_text(text)
     if value is True or value is False:
@@ -365,7 +365,7 @@ _ITEMS = (bool, int, float, str)
 """The allowed classes of the item in an array with one item. Such an array is an allowed attribute."""
 
 
-def _check_text(value: object) -> str | None:
+def _convert_to_text(value: object) -> str | None:
     return str.__str__(cast(str, value)) if issubclass(type(value), str) else None
 
 
@@ -378,7 +378,7 @@ def _class_name(value: object) -> str:
 
 
 def _class_and_item_names(value: object) -> str:
-    items = _check_items(value, ATTRIBUTE_LIMIT)
+    items = _read_list_items(value, ATTRIBUTE_LIMIT)
     if items is None:
         return "int of more than 64 bits" if type(value) is int else _class_name(value)
     return f"{_class_name(value)} of {' and '.join(dict.fromkeys(map(_class_name, items)))}"

@@ -80,8 +80,7 @@ else:
 
 
 MOST_SITE_SHAPES = 65_536
-"""The maximum number of sites with a stored kind of probe, to bound the memory if a service decorates functions per
-request."""
+"""The maximum number of sites with a stored kind of probe, to bound the memory."""
 
 
 class Readback(Core):
@@ -154,7 +153,7 @@ class Readback(Core):
         """Return the number of generators' spans that ended early by muting, by site."""
         return {site: cut for site, counter in list(self._counters.items()) if (cut := counter.cut)}
 
-    def current_id(self) -> int:
+    def current_span_id(self) -> int:
         """Return the id of the innermost open span, 0 without one."""
         trace = self.current_trace()
         return 0 if trace is None else trace[0]
@@ -190,17 +189,17 @@ class Readback(Core):
     def tally(self) -> Tally:
         return self.make_reader().tally()
 
-    def site_of(self, row: Row) -> Site:
+    def find_site(self, row: Row) -> Site:
         paths = self._paths if row[ROW_NODE] < len(self._paths) else self.paths()
         return paths.site(row[ROW_NODE])
 
-    def cursor(self) -> Cursor:
+    def make_row_cursor(self) -> Cursor:
         """Return a reader of all rows from now on. It misses rows that are overwritten before it reads them."""
         from instrument.recorder.own_recording import Cursor
 
         return Cursor(self.make_reader)
 
-    def threads(self) -> dict[int, str]:
+    def read_thread_names(self) -> dict[int, str]:
         return {ring.thread_id: ring.name for ring in self.rings()}
 
     def losses(self) -> Mapping[str, int]:
@@ -210,7 +209,7 @@ class Readback(Core):
         losses = {OVERWRITTEN: overwritten, "spans shorter than their rule asks": too_short}
         return {reason: count for reason, count in losses.items() if count}
 
-    def counts(self) -> Mapping[str, int]:
+    def count_unusual_events(self) -> Mapping[str, int]:
         """Return the number of unusual events, such as a scope that was ended twice, by name."""
         reasons = zip(REASONS, self._read_header_field("reasons"), strict=False)
         return {**self.irregular, **{reason: count for reason, count in reasons if count}}

@@ -22,16 +22,16 @@ STEP_NS = 10**9
 """The ns between two comparisons of recording's cost with the budget."""
 
 UNMUTE_SHARE = 0.8
-"""The share of the budget up to which sites are unmuted. With the whole budget, they would soon be muted again."""
+"""The share of the budget up to which muted sites are recorded again."""
 
 BUSY_STEP_NS = 5 * 10**7
 """The ns between two comparisons while the budget is exceeded or the rings lose rows."""
 
 DETACH_SHARE = 0.05
-"""The share of the budget above which counting a muted site's calls costs too much. The probe is then detached."""
+"""The share of the budget above which a muted site's probe is detached."""
 
 TRIAL_S = 0.02
-"""The seconds for which a detached probe is attached to measure the load."""
+"""The seconds for which a detached probe is attached again to measure the load."""
 
 UNMUTABLE_KINDS = {
     "request": "requests are recorded all the same: captures and the view of requests are made of them",
@@ -40,18 +40,17 @@ UNMUTABLE_KINDS = {
 """The kinds of sites that are never muted, with the reasons that reports give."""
 
 REMAINING_SHARE = 0.5
-"""The share of the budget that mutable sites get, even if the other sites exceed the budget."""
+"""The minimum share of the budget for sites that can be muted."""
 
 FIRST_WAIT_NS = 30 * 10**9
 LAST_WAIT_NS = 3600 * 10**9
-"""The first and the longest wait in ns before a detached probe is tried again. Each failed trial doubles the wait."""
+"""The longest time in ns before a detached probe is attached for another trial."""
 
 WAIT_MULTIPLE = 10
-"""A site that is muted or detached again soon after its return waits twice as long. Soon means within this multiple of
-its last wait."""
+"""The multiple of a site's last wait within which another muting doubles the wait."""
 
 Detach = Callable[[Site], Callable[[], None] | None]
-"""A function that detaches a site's probe. It returns the function that undoes this, None on failure."""
+"""A function that detaches a site's probe and returns a function to attach it again, None on failure."""
 
 
 @dataclass(slots=True)
@@ -98,7 +97,7 @@ class Governor:
     - `passed_ns`: the cost of a call that is only counted, by kind of probe
     - `STEP`, a key of both: the cost of each later step of a generator
 
-    One thread calls `step` regularly, and sooner if `is_busy`.
+    One thread calls `enforce_budget` regularly, and sooner if `is_busy`.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class Governor:
         self.muted: dict[Site, _Muted] = {}
         """The muted sites, in the order of muting."""
 
-    def step(self, now_ns: int) -> None:
+    def enforce_budget(self, now_ns: int) -> None:
         """Compare the cost since the last step with the budget. Mute sites that cost too much, and unmute sites that
         fit."""
         elapsed_ns = now_ns - self._at_ns
@@ -345,13 +344,13 @@ class Governor:
             + ("" if site in self.muted else "; it is recorded again")
             for site, calls in self._recorder.muted_calls().items()
             if calls and site not in self._off
-        ] + self.describe_exceptions()
+        ] + self.describe_unrecorded()
 
     @property
     def _limit(self) -> str:
         return f"the budget of {100 * self._budget:.3g} % of each thread's time"
 
-    def describe_exceptions(self) -> list[str]:
+    def describe_unrecorded(self) -> list[str]:
         return [
             *(
                 f"{_describe_site(site)}: its probe is off since {off.since:%Y-%m-%d %H:%M:%S}, because counting alone "
@@ -383,7 +382,7 @@ class Governor:
             return "a scope cannot be removed at run time: move it out of the loop, or delete it"
         return "its probe cannot be removed: record it by a rule instead, or not at all"
 
-    def release(self) -> None:
+    def unmute_all_sites(self) -> None:
         """Unmute all sites, and attach their probes again. `notes` still names the sites."""
         for off in self._off.values():
             off.attach()
@@ -420,7 +419,7 @@ class Budget:
 
     def change(self, share: float | None) -> None:
         """Set another budget, None for no limit."""
-        self.release()
+        self.unmute_all_sites()
         self._governor = None
         if share is not None:
             now_ns = time.monotonic_ns()
@@ -430,7 +429,7 @@ class Budget:
     def is_busy(self) -> bool:
         return self._governor is not None and self._governor.is_busy
 
-    def step(self) -> None:
+    def enforce_budget(self) -> None:
         now_ns, governor = time.monotonic_ns(), self._governor
         if governor is None:
             return
@@ -439,14 +438,14 @@ class Budget:
             since_ns >= BUSY_STEP_NS and (governor.is_busy or governor.may_exceed_budget(now_ns))
         ):
             self._stepped_ns = now_ns
-            governor.step(now_ns)
+            governor.enforce_budget(now_ns)
 
-    def release(self) -> None:
+    def unmute_all_sites(self) -> None:
         if self._governor is not None:
-            self._governor.release()
+            self._governor.unmute_all_sites()
 
     def notes(self, *, with_muted: bool = True) -> list[str]:
         """Return the notes of the governor. `with_muted` adds a note on each muted site."""
         if self._governor is None:
             return []
-        return self._governor.notes() if with_muted else self._governor.describe_exceptions()
+        return self._governor.notes() if with_muted else self._governor.describe_unrecorded()

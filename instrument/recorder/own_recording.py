@@ -93,7 +93,7 @@ class Cursor:
         """Return the rows since the last call. The rows of a thread are in order."""
         mapped = self._recording()
         written = mapped.ended_rows  # first: a ring given up in between is counted the next time
-        rings = mapped.rows(self._places)
+        rings = mapped.read_rows(self._places)
         self._places = {ring.ring: ring.head for ring in rings}
         self._seen += sum(ring.head - ring.first for ring in rings)
         self._written = written + sum(self._places.values())

@@ -29,10 +29,10 @@ from instrument.recording.paths import OVERFLOW, CallTree
 from instrument.recording.spans import KEY, KEY_LIMIT, AttributeValue, Site
 from instrument.recording.trace_context import (
     REMOTE,
-    encode_remote,
+    encode_parent,
     find_trace_headers,
     make_link_attributes,
-    parse_remote,
+    parse_parent,
 )
 from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
@@ -105,10 +105,10 @@ SCOPE_NAME_LIMIT = 4_096
 OPEN_SCOPE_LIMIT = 10_000
 RING_BYTES = Limits().ring_bytes
 LEAST_MEMORY_BYTES = 64 << 20
-"""The minimum bytes of memory for rings. Unused memory costs nothing, and a later session may need more."""
+"""The minimum bytes of memory for all rings."""
 
 MANUAL = 2
-"""The core's flag for a span that only `end_manual` may close."""
+"""The core's flag for a span that only an explicit call may close."""
 
 STEP = "step"
 """The kind of probe for the steps of a generator after the first."""
@@ -236,7 +236,7 @@ class Recorder(Readback):
             is_plain = batch is None and type(key) is str and 0 < len(key) <= KEY_LIMIT
             keys = {KEY: key} if is_plain else attribute_checks.make_key_attributes(key, batch, self.complain)
             values = {**values, **keys} if values else keys
-        if carrier is not None and (caller := encode_remote(parse_remote(find_trace_headers(carrier)))) is not None:
+        if carrier is not None and (caller := encode_parent(parse_parent(find_trace_headers(carrier)))) is not None:
             values = {**(values or {}), REMOTE: caller}
         return self.new_scope(self.find_or_make_scope_site(name, kind, device or stream is not None, phase), values)
 
@@ -310,12 +310,12 @@ class Recorder(Readback):
         """
         room_bytes = ring_bytes if directory else max(ring_bytes, LEAST_MEMORY_BYTES)
         if self._memory_of != (directory, os.getpid()) or room_bytes > self._memory_bytes or self.memory is None:
-            self._take_memory(room_bytes, directory, disk_bytes)
+            self._allocate_memory(room_bytes, directory, disk_bytes)
         self.reset(ring_bytes)
         self.session_ns, self._is_off = time.monotonic_ns(), False
         self.write_facts(facts)
 
-    def _take_memory(self, room_bytes: int, directory: str, disk_bytes: int) -> None:
+    def _allocate_memory(self, room_bytes: int, directory: str, disk_bytes: int) -> None:
         """Allocate a new memory. The recorder writes into it from the next reset on."""
         try:
             new_memory = memory.make_memory(room_bytes, directory, disk_bytes)
@@ -335,10 +335,10 @@ class Recorder(Readback):
     def write_facts(self, facts: Mapping[str, Any]) -> None:
         if self.memory is not None:
             state = OFF if self._is_off else RUNNING
-            memory.write_process(self.memory, state, {**facts, "begun_ns": self.session_ns})
+            memory.write_process_facts(self.memory, state, {**facts, "begun_ns": self.session_ns})
         self.facts = facts  # who reads them here knows that they outlive this process
 
-    def switch(self, *, on: bool) -> None:
+    def switch_recording(self, *, on: bool) -> None:
         self.on, self._is_off = on, not on
         if self.memory is not None and HEADER.read(self.memory, "state")[0] in (RUNNING, OFF):
             HEADER.write(self.memory, state=RUNNING if on else OFF)
@@ -362,7 +362,7 @@ class Recorder(Readback):
         self.memory_path = ""  # the parent's
         (directory, _), self._memory_of = self._memory_of or ("", 0), None
         if not self.no_memory:
-            self._take_memory(self._memory_bytes, directory, self._disk_bytes)
+            self._allocate_memory(self._memory_bytes, directory, self._disk_bytes)
         self.reset()
         self.session_ns = time.monotonic_ns()
         self.write_facts(self.facts)
@@ -442,7 +442,7 @@ RECORDER = Recorder()
 
 CHECK_NS = 10**9
 MOST_DEVIATION_NS = 50_000
-"""The maximum ns per second by which the time stamp counter may differ from the monotonic clock."""
+"""The maximum deviation of the time stamp counter from the monotonic clock, in ns per second."""
 
 
 class Ticks:
@@ -453,7 +453,7 @@ class Ticks:
         self._recorder = recorder
         self._checked_ns: int | None = None
 
-    def start(self, now_ns: int) -> str:
+    def use_tick_counter(self, now_ns: int) -> str:
         """Use the time stamp counter as clock. Return "" on success, else the reason for the failure."""
         unsound = _explain_unreliable_counter() or ("" if self._recorder.start_ticks() else "the processor has none")
         self._checked_ns = None if unsound else now_ns

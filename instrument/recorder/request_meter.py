@@ -49,8 +49,8 @@ from instrument.recording.metrics import (
     RPC_DURATION,
     MetricDefinition,
     add_generation_labels,
-    generation_facts,
     matches_route,
+    read_generation_labels,
     token_times,
 )
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, OUTCOME, TIME_IN_QUEUE, Site, Span
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 SCHEME = "url.scheme"
 
 Ended = Mapping[str, tuple[Labels, Mapping[int, int]]]
-"""The ended requests by span name: the endpoint's labels, and the number of requests per histogram bucket."""
+"""The ended requests by span name, each with the endpoint's labels and a histogram of durations."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class MeteredRows(Protocol):
 
     def open_rows(self) -> Iterable[tuple[int, Row]]: ...
 
-    def site_of(self, row: Row) -> Site: ...
+    def find_site(self, row: Row) -> Site: ...
 
     def read_totals(
         self, *, merged: bool = False, is_counted: Callable[[CallTree], Sequence[bool]] | None = None
@@ -118,7 +118,7 @@ class Meter:
 
     def count_requests(self, ended: Sequence[Row]) -> None:
         """Count requests that have ended. A request takes 2 us."""
-        site_of = self._recorder.site_of
+        site_of = self._recorder.find_site
         for row in ended:
             site, attributes = site_of(row), row[ROW_ATTRIBUTES] or {}
             if isinstance(queued_s := attributes.get(TIME_IN_QUEUE), float):
@@ -148,7 +148,7 @@ class Meter:
         """Yield name, labels and value of each metric of an ended request, its duration first."""
         group = self._group_label(attributes)
         yield _duration_metric(endpoint).name, (*_request_labels(endpoint, attributes, error), *group), duration_ns
-        if self._is_generation(endpoint):
+        if self._is_generation_route(endpoint):
             yield from _generation_values((*_generation_labels(site), *group), attributes, duration_ns, error)
 
     def _group_label(self, attributes: Mapping[Any, Any]) -> Labels:
@@ -170,9 +170,11 @@ class Meter:
         site, attributes, error = request.site, request.attributes, request.error
         endpoint = endpoint_labels(site)
         labels = _generation_labels(site) if endpoint else _call_labels(site)
-        is_generation = self._is_generation(endpoint)
+        is_generation = self._is_generation_route(endpoint)
         labels = (
-            add_generation_labels(labels, attributes) if is_generation else (*labels, *generation_facts(attributes))
+            add_generation_labels(labels, attributes)
+            if is_generation
+            else (*labels, *read_generation_labels(attributes))
         )
         labels = (*labels, *_outcome_labels(attributes, error), *self._group_label(attributes))
         values = {QUEUE_TIME: queue_ns, **({REQUEST_BATCH_SIZE: round(batch_size * ONE)} if batch_size else {})}
@@ -182,23 +184,23 @@ class Meter:
                 exemplar = Exemplar(value, request.end_ns, time.monotonic_ns(), *sampled_ids)
                 self._histograms.add_exemplar(definition.name, labels, exemplar)
 
-    def _is_generation(self, endpoint: Labels) -> bool:
+    def _is_generation_route(self, endpoint: Labels) -> bool:
         return matches_route(str(dict(endpoint).get("http.route", "")), self.generations)
 
     def count_items_and_batches(self, rows: Sequence[Row], marks: Collection[str]) -> None:
         streams = [row for row in rows if FIRST_ITEM in (row[ROW_ATTRIBUTES] or ())]
-        counts = {site: site_mark(site) in marks for site in map(self._recorder.site_of, streams)}
+        counts = {site: make_site_id(site) in marks for site in map(self._recorder.find_site, streams)}
         for row in streams:
-            site = self._recorder.site_of(row)
+            site = self._recorder.find_site(row)
             attributes, duration_ns = row[ROW_ATTRIBUTES] or {}, row[END_NS] - row[START_NS]
             values = _generation_values(_call_labels(site), attributes, duration_ns, row[ERROR]) if counts[site] else ()
             for name, labels, value_ns in values:
                 self._histograms.add(name, labels, value_ns)
         for row in rows:
             if isinstance(keys := (row[ROW_ATTRIBUTES] or {}).get(BATCH_KEYS), list | tuple):
-                self._histograms.add(BATCH_SIZE.name, _call_labels(self._recorder.site_of(row)), len(keys) * ONE)
+                self._histograms.add(BATCH_SIZE.name, _call_labels(self._recorder.find_site(row)), len(keys) * ONE)
 
-    def count_ended(self) -> Ended:
+    def count_ended_requests(self) -> Ended:
         """Return the ended requests from the running totals. The meter may not have read their rows yet."""
         totals = self._read_metered_totals(())
         ended: dict[str, tuple[Labels, Counter[int]]] = {}
@@ -213,7 +215,7 @@ class Meter:
     def _read_metered_totals(self, marks: Collection[str]) -> Tally:
         def are_metered(tree: CallTree) -> Sequence[bool]:
             endpoints = tree.map_sites(endpoint_labels)
-            site_marks = tree.map_sites(site_mark) if marks else endpoints
+            site_marks = tree.map_sites(make_site_id) if marks else endpoints
             return [bool(endpoint) or mark in marks for endpoint, mark in zip(endpoints, site_marks, strict=True)]
 
         return self._recorder.read_totals(merged=True, is_counted=are_metered)
@@ -230,7 +232,7 @@ class Meter:
     def _active_requests_metric(self) -> Metric:
         now: Counter[Labels] = Counter(dict.fromkeys(map(_without_route, filterfalse(_is_rpc, self._endpoints)), 0))
         for _, row in () if self.has_ended else self._recorder.open_rows():
-            labels = endpoint_labels(self._recorder.site_of(row))
+            labels = endpoint_labels(self._recorder.find_site(row))
             if labels and not _is_rpc(labels) and row[SPAN_ID] == row[ROOT_ID]:
                 now[_without_route(labels)] += 1
         self._active = dict.fromkeys(self._active, 0)
@@ -257,7 +259,7 @@ class Meter:
             return
         totals = self._read_metered_totals(self._asked_for)
         asked_for, tree = self._asked_for, totals.tree
-        of_sites = zip(tree.map_sites(_call_labels), tree.map_sites(site_mark), strict=True)
+        of_sites = zip(tree.map_sites(_call_labels), tree.map_sites(make_site_id), strict=True)
         of_labels = totals.lines_by_key([labels if mark in asked_for else () for labels, mark in of_sites])
         lines_by_place: dict[Labels, list[int]] = {}
         for labels, lines in of_labels.items():
@@ -330,11 +332,11 @@ class Meter:
     def _make_counter(self, definition: MetricDefinition, label: str, values: Mapping[str, float]) -> Metric:
         """Return a counter whose values never fall."""
         series: dict[Labels, float] = {
-            ((label, key),): value for key, value in self.highest_values(definition.name, values).items()
+            ((label, key),): value for key, value in self.keep_highest_values(definition.name, values).items()
         }
         return definition.make_metric(series)
 
-    def highest_values(self, name: str, values: Mapping[str, float]) -> dict[str, float]:
+    def keep_highest_values(self, name: str, values: Mapping[str, float]) -> dict[str, float]:
         for key, value in values.items():
             self._counters[name, key] = max(value, self._counters.get((name, key), 0))
         return {key: value for (of, key), value in self._counters.items() if of == name}
@@ -363,7 +365,7 @@ def count_queued_tasks() -> Mapping[str, int]:
 
 
 _POOL_NUMBER = late_pattern(r"(?<=ThreadPoolExecutor)-\d+_\d+$|_\d+$")
-"""A pattern of the number after the pool's name in the name of a pool's thread."""
+"""A pattern of the numbers after a pool's name in the names of its threads."""
 
 
 def _request_labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) -> Labels:
@@ -424,7 +426,7 @@ def _without_route(endpoint: Labels) -> Labels:
     return tuple(label for label in endpoint if label[0] != "http.route")
 
 
-def site_mark(site: Site) -> str:
+def make_site_id(site: Site) -> str:
     """Return a short id of a site. It is the same in all processes, and remains the same if the site is renamed."""
     return blake2b(repr(site.key[1:]).encode("utf-8", "replace"), digest_size=6).hexdigest()
 

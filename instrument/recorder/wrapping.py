@@ -40,14 +40,13 @@ ANSWERS: Mapping[str, Mapping[str, str | int]] = {
     "tornado.web": {"HTTPError": "status_code"},
     "werkzeug.exceptions": {"HTTPException": "code"},
 }
-"""The HTTP status of an exception, or the name of the exception's attribute for it, by module and class. The attribute
-is a number, or text that begins with three digits. Reading it runs no code of the service."""
+"""The HTTP status of an exception, or the name of its status attribute, by module and class."""
 
 
 CANCELLED = "cancelled"
 
 
-def outcome_of(error: BaseException) -> str | None:
+def find_outcome(error: BaseException) -> str | None:
     """Return the outcome of a span that an exception ended, such as `cancelled`. Return None for a failure. No code of
     the exception runs."""
     outcome: str | None = native.MODULE.outcome_of(error)
@@ -65,7 +64,7 @@ Results = Callable[[Any], "dict[Any, Any] | None"]
 """A function that returns a span's attributes, or None, from a call's result. It never raises."""
 
 FORMS = ("call", "scope", "coroutine", "generator", "awaitable", "async generator", "submit", "start")
-"""The forms of functions. C code numbers them by their index here. `submit` and `start` pass work to other threads."""
+"""The forms of wrapped functions, which C code numbers by index."""
 
 Passes = Callable[[tuple[Any, ...]], bool]
 """A function that returns True if a call gets no span, from the call's positional arguments. It never raises."""

@@ -18,10 +18,10 @@ VARIABLE = "INSTRUMENT_RUN_BOARD"
 _NAME = "instrument-run"
 
 _BYTES = 1 << 20
-"""The maximum size in bytes of a run's shared memory for marks, which are lines of some 20 bytes."""
+"""The maximum size in bytes of a run's board."""
 
 RECORDED = "recorded"
-"""The mark that a process of the run has recorded calls, and reports them itself."""
+"""The mark that a process of the run has recorded calls."""
 
 
 def make_board() -> Callable[[], None]:
@@ -38,12 +38,12 @@ def make_board() -> Callable[[], None]:
         return lambda: None
     os.environ[VARIABLE] = path = f"/proc/{os.getpid()}/fd/{board.fileno()}"
 
-    def remove() -> None:
+    def remove_board() -> None:
         if os.environ.get(VARIABLE) == path:
             del os.environ[VARIABLE]
         board.close()
 
-    return remove
+    return remove_board
 
 
 def attached_mark(rule: str) -> str:

@@ -26,7 +26,6 @@ def bucket_of(value_ns: int) -> int:
 
 
 LONGEST_NS = (1 << 63) - 1
-"""The longest time in ns that a histogram counts, which is the largest signed 64-bit number."""
 
 LAST_BUCKET = bucket_of(LONGEST_NS)
 
@@ -76,16 +75,16 @@ SERIES_LIMIT = 2_000
 """The maximum number of series per metric, as in OpenTelemetry's SDKs. Further label sets share one series."""
 
 OVERFLOW: Labels = (("otel.metric.overflow", True),)
-"""The labels of the series that all label sets beyond `SERIES_LIMIT` share, by OpenTelemetry's convention."""
+"""The labels of the series for all label sets beyond `SERIES_LIMIT`."""
 
 OTHER = "other"
-"""The group of requests whose attribute value would exceed the maximum number of groups."""
+"""The group of requests beyond the maximum number of groups."""
 
 ONE = 10**9
-"""The number 1 in a distribution of counts, in its unit of 1e-9."""
+"""The number 1 in units of 1e-9, in which a distribution counts."""
 
 LARGEST_SUM = 10**200
-"""The largest sum in a distribution, in units of 1e-9. Sums of bytes in this unit soon exceed 64 bits."""
+"""The largest sum in a distribution, in units of 1e-9."""
 
 
 @dataclass(slots=True)
@@ -111,7 +110,7 @@ class Distribution:
         """Count durations from buckets alone. Each duration counts as the lowest value of its bucket."""
         for index, count in more.items():
             start_ns = bucket_start(index)
-            self.join(Distribution(count, count * start_ns, start_ns, start_ns, {index: count}))
+            self.add_distribution(Distribution(count, count * start_ns, start_ns, start_ns, {index: count}))
 
     def add_later_calls(self, now: Distribution) -> None:
         """Add the further calls in `now`, a later state of this distribution. A counted call remains in its bucket,
@@ -126,7 +125,7 @@ class Distribution:
         self.sum_ns = max(self.sum_ns, now.sum_ns)
         self.least_ns, self.most_ns = now.least_ns, now.most_ns
 
-    def join(self, other: Distribution) -> None:
+    def add_distribution(self, other: Distribution) -> None:
         if other.count:
             self.least_ns = min(self.least_ns, other.least_ns) if self.count else other.least_ns
             self.most_ns = max(self.most_ns, other.most_ns)
@@ -210,7 +209,7 @@ def sum_metrics(metrics: Iterable[Metric]) -> list[Metric]:
             if isinstance(value, Distribution):
                 if not isinstance(total, Distribution):
                     total = series[place] = Distribution()
-                total.join(value)
+                total.add_distribution(value)
             else:
                 series[place] = value + (total if isinstance(total, int | float) else 0)
             for exemplar in metric.exemplars.get(labels, ()):

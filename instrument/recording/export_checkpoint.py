@@ -23,19 +23,21 @@ EXPORT_COUNTERS = (
     "passed", "beyond", "kept", "sending", "exported", "rejected", "failed", "dropped", "unanswered", "abandoned",
     "derived lost", "deriving", "unqueued", "queueing", "unwritten", "unstored",
 )  # fmt: skip
-"""The counters of what became of a recording's spans (their fates).
+"""The counters of a recording's spans by fate.
 
-- `seen` spans were read, and `missed` spans were overwritten before.
-- The tail sampler dropped the `passed` spans, its limits dropped the spans `beyond`. All other seen spans are `kept`.
-- A kept span waits, is `sending` in the current request, or is `exported`, `rejected`, `failed` or `dropped`. Without a
-  collector, a span in a complete file is `exported`, any other `unwritten`.
-- `intervals` counts device intervals of kept spans, which a collector gets as spans. `untimed` spans were exported
-  without their device times.
-- `unstored` counts lost rows of a dataset.
-- If the exporter is killed, `sending` spans become `unanswered`, because the collector may have them. Waiting spans,
-  and spans of requests that had not ended, become `abandoned`.
-- `derived lost` counts lost spans of stages, and `deriving` those that may still be lost.
-- `unqueued` counts requests without a queue time in the metrics, and `queueing` those that may still become so.
+- `seen`, `missed`: spans that were read, and spans that were overwritten before
+- `intervals`: device intervals of kept spans, which a collector gets as spans
+- `passed`, `beyond`, `kept`: spans that the tail sampler dropped, spans beyond a limit, and all other spans that were
+  read
+- `sending`: kept spans in the current request
+- `exported`: kept spans that a collector accepted, or that are in a complete file
+- `rejected`, `failed`, `dropped`: kept spans that no collector has accepted
+- `unwritten`, `unstored`: spans in no complete file, and lost rows of a dataset
+- `untimed`: exported spans without their device times
+- `unanswered`: spans in a request without an answer, because the exporter was killed
+- `abandoned`: spans that waited, and spans of open requests, when the exporter was killed
+- `derived lost`, `deriving`: lost spans of stages, and spans of stages that may still be lost
+- `unqueued`, `queueing`: requests without a queue time in the metrics, and requests that may still become so
 """
 
 SENT = ("exported", "rejected", "failed", "dropped")
@@ -51,8 +53,7 @@ UNREAD = "spans that nobody had read as their export ended"
 
 DERIVED_LOST, UNQUEUED = "derived lost", "unqueued"
 OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
-"""The counters of undecided spans and requests, each with the counter of losses that it becomes if the exporter is
-killed."""
+"""The counters of undecided spans and requests, each with its counter of losses."""
 
 METRICS_LOST = "metrics lost"
 """The counter of metric data points that a collector did not accept."""
@@ -184,7 +185,7 @@ class ExportCheckpoint(Claim):
     def write_progress(self, progress: Progress) -> None:
         self._progress.write_older_copy(_encode_checkpoint(progress))
 
-    def read_meter(self) -> MeterState | None:
+    def read_meter_state(self) -> MeterState | None:
         try:
             return MeterState(
                 **_decode_checkpoint(zlib.decompressobj().decompress(self._meter.read_newest_copy(), LARGEST_BYTES))
@@ -192,7 +193,7 @@ class ExportCheckpoint(Claim):
         except (zlib.error, RecursionError, *DAMAGED):
             return None
 
-    def write_meter(self, state: MeterState) -> bool:
+    def write_meter_state(self, state: MeterState) -> bool:
         return self._meter.write_older_copy(zlib.compress(_encode_checkpoint(state), 1))
 
     def count_unread_rows(self) -> int:
@@ -238,5 +239,4 @@ _FATE_BY_LOSS = {
 """The counter for each loss, by the loss's name in reports."""
 
 NO_LOSSES = {name: 0 for name, fate in _FATE_BY_LOSS.items() if fate in (*ENDS[1:], "missed", "unstored")}
-"""The usual losses of a running export, each with 0. Prometheus' `increase` ignores the first value of a series, so a
-series that begins with its first loss would raise no alert."""
+"""The usual losses of an export with the count 0, from which alerts can see an increase."""

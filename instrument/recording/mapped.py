@@ -52,13 +52,11 @@ MOST_SLOTS = {
 }
 """The maximum number of slots in each part of a recording. A part with more slots counts as damaged."""
 FEW_SAMPLES = 4096
-"""The number of newest readings that are copied first. With one GPU, they cover three minutes, which mostly
-suffices."""
+"""The number of newest samples that are copied first, because they mostly suffice."""
 MOST_OPEN_SPAN_READS = 3
-"""The maximum number of reads of the open spans. A span is valid once two successive reads of it are equal."""
+"""The maximum number of reads of the open spans until two successive reads are equal."""
 MOST_TOTALS_READS = 10
-"""The maximum number of reads of the totals. A read is repeated if totals moved meanwhile, for example because a thread
-ended."""
+"""The maximum number of reads of the totals until no change occurs during a read."""
 
 STATES = ("new", "running", "goodbye", "forked", "off")
 
@@ -124,7 +122,7 @@ class Mapped:
     state. Raises `TraceError` for a file that is no recording."""
 
     in_doubt = 1
-    """The number of rows per ring that are not read, because a killed process may have left them half-written."""
+    """The number of rows per ring that are not read, because they may be half-written."""
 
     def __init__(self, source: int | memoryview) -> None:
         self._memory = source if isinstance(source, memoryview) else None
@@ -308,7 +306,7 @@ class Mapped:
             )  # fmt: skip
         return [ring_by_number[number] for number in sorted(ring_by_number)]
 
-    def threads(self) -> dict[int, str]:
+    def read_thread_names(self) -> dict[int, str]:
         return {ring.thread_id: ring.name for ring in self._read_rings() if ring.thread_id}
 
     # ---------------------------------------------------------------- spans
@@ -339,15 +337,15 @@ class Mapped:
         overwritten rows, and threads that have ended."""
         rings = [ring for ring in self._read_rings() if ring.thread_id]
 
-        def reaches_back(ring: _Ring) -> bool:
+        def ring_reaches_back(ring: _Ring) -> bool:
             return self._find_first_row_after(ring, since_ns) > max(ring.head - ring.capacity, 0)
 
         full = [ring for ring in rings if ring.head + self.in_doubt > ring.capacity]
-        wrapped = {ring.thread_id for ring in full if not reaches_back(ring)}
+        wrapped = {ring.thread_id for ring in full if not ring_reaches_back(ring)}
         ended = ([ring for ring in rings if ring.has_ended] or rings[-1:]) if self.ended_rows else []
-        return wrapped, set() if any(map(reaches_back, ended)) else {ring.thread_id for ring in ended}
+        return wrapped, set() if any(map(ring_reaches_back, ended)) else {ring.thread_id for ring in ended}
 
-    def rows(self, since: Mapping[int, int] | None = None, most: int = 1 << 62) -> list[RingRows]:
+    def read_rows(self, since: Mapping[int, int] | None = None, most: int = 1 << 62) -> list[RingRows]:
         """Return the rows of all rings, at most `most` rows. `since` has the number of the first row to read of each
         ring. For the next call, this is the `head` of each result.
 
@@ -474,7 +472,7 @@ class Mapped:
         oldest = (self._parts["details"].used // block + 1) * block - part.slots
         return [data for at, data in pieces if at >= oldest], used
 
-    def intervals(self, since: int = 0) -> Records:
+    def read_intervals(self, since: int = 0) -> Records:
         """Return the valid device intervals, the oldest first. The first `since` intervals of the recording are left
         out."""
         table = self._read_newest_slots("intervals", INTERVALS, int(self._read_head()["interval_slots"]), since)
@@ -493,7 +491,7 @@ class Mapped:
         """Return the time up to which all ended spans have their device times, 0 if no device is timed."""
         return int(self._read_head()["settled_ns"])
 
-    def samples(self, since_ns: int = 0) -> list[Sample]:
+    def read_samples(self, since_ns: int = 0) -> list[Sample]:
         """Return the readings of gauges and of the service's own metrics since `since_ns`, ordered by time, device and
         name."""
         self._read_head()
@@ -504,7 +502,9 @@ class Mapped:
         sound = (table["at_ns"] >= max(since_ns, 1)) & (table["at_ns"] < FARTHEST_NS) & (table["device"] >= HOST)
         sound &= (table["device"] < MOST_DEVICES) & np.isfinite(table["value"])
         samples = [
-            Sample(name, int(row["device"]), int(row["at_ns"]), _type_reading(name, row["value"], row["is_reported"]))
+            Sample(
+                name, int(row["device"]), int(row["at_ns"]), _convert_reading(name, row["value"], row["is_reported"])
+            )
             for row in table[sound]
             if (name := row["name"].decode("ascii", "replace")) in GAUGES
         ]
@@ -531,9 +531,9 @@ class Mapped:
         """Return the totals of all calls so far, by call path and thread. `choose_sites` returns True for each site to
         include."""
         tree, threads, totals, *histograms = self._read_totals(choose_sites)
-        return Tally.of_nodes(tree, *_convert_totals(threads, totals, self._histograms(totals, *histograms)))
+        return Tally.from_nodes(tree, *_convert_totals(threads, totals, self._read_histograms(totals, *histograms)))
 
-    def totals(self) -> Tally:
+    def read_totals(self) -> Tally:
         """Return the totals of all calls so far. Histograms are added up only on demand."""
         tree, threads, totals, *histograms = self._read_totals(None)
         place_of = np.array(tree.merge_equal_paths().places, np.int64)[totals["node"]]
@@ -542,12 +542,12 @@ class Mapped:
             rings = [number for number, ring in threads.items() if thread_id in (None, ring.thread_id)]
             is_wanted = np.isin(place_of, np.fromiter(places, np.int64))
             chosen = totals[is_wanted & np.isin(totals["ring_number"], np.array(rings, np.uint64))]
-            buckets = self._histograms(chosen, *histograms)
+            buckets = self._read_histograms(chosen, *histograms)
             times = np.zeros(LAST_BUCKET + 1, np.int64)
             np.add.at(times, buckets["bucket"], buckets["times"])
             return {bucket: int(times[bucket]) for bucket in np.flatnonzero(times).tolist()}
 
-        return Tally.of_nodes(
+        return Tally.from_nodes(
             tree, *_convert_totals(threads, totals, make_buckets(*[np.zeros(0, np.int64)] * 3)), histogram
         )
 
@@ -580,7 +580,7 @@ class Mapped:
         """Return the slots of several parts. The recorded process may change them between two reads."""
         return [self._read_slots(name, kind) for name, kind in parts]
 
-    def _histograms(self, totals: Records, chunks: Records, highs: Records) -> Records:
+    def _read_histograms(self, totals: Records, chunks: Records, highs: Records) -> Records:
         """Return the buckets of the totals' histograms. A bucket may occur more than once."""
         row, place = np.nonzero(totals["chunks"])
         slots = self._slots_at_addresses(totals["chunks"][row, place], "chunks")
@@ -620,7 +620,7 @@ def parse_details(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
     }
 
 
-def _type_reading(name: str, value: float, is_reported: int) -> float | None:
+def _convert_reading(name: str, value: float, is_reported: int) -> float | None:
     """Return a stored reading as the type of its gauge: an int for bytes, None if the device does not report it."""
     if not is_reported:
         return None

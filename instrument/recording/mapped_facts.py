@@ -22,7 +22,7 @@ Fact = TypeVar("Fact", dict[str, Any], list[Any])
 FARTHEST_NS = 1 << 62
 """The largest valid time in a recording, in ns."""
 MOST_DEVICES = 1 << 16
-"""The limit of device indexes in a recording. Indexes from this limit on are invalid."""
+"""The number of valid device indexes, which begin at 0."""
 UNKNOWN = "(unknown)"
 
 

@@ -27,7 +27,7 @@ from instrument.runtime import file_writing
 from instrument.runtime.cheap_start import NamedTuple
 
 MFD_NOEXEC_SEAL = 8
-"""The flag of a memory file that cannot be executed. With vm.memfd_noexec, systems refuse or log files without it."""
+"""The `memfd_create` flag for a file that cannot be executed, which some systems require."""
 
 
 class Memory(NamedTuple):
@@ -150,7 +150,7 @@ def _describe_process() -> dict[str, int]:
     return {"pid": os.getpid(), "start_ticks": clock.read_process_start_ticks(clock.STAT), **times}
 
 
-def write_process(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
+def write_process_facts(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
     """Write the process, the state of its session, and `facts` about both into the header of a recording. Facts are
     left out if their JSON is too long. Readers see new facts by the header's time, which is written after them."""
     if facts is not None:
@@ -213,13 +213,13 @@ FindRoom = Callable[[], "SlotRoom | None"]
 LABELS = ("exclusive", "overlapped", "launch-bound", "captured", "stale", "dropped")
 """The labels of a device interval, which say how far its time can be trusted.
 
-- `exclusive`: no other timed interval ran on the device meanwhile.
-- `overlapped`: another stream had a timed interval meanwhile, and each may have slowed the other.
-- `launch-bound`: the stream was idle at the span's end, or the events took much of the interval. Its length is the
-  launch's time.
-- `stale`: the length is exact, the position is not.
-- `captured`: without a length, because the stream was being captured into a graph.
-- `dropped`: without a length, because no event was available.
+- `exclusive`: no other timed interval overlaps it on the device.
+- `overlapped`: a timed interval of another stream overlaps it, so each may have slowed the other.
+- `launch-bound`: the length is the launch's time, because the stream was idle at the span's end or the events took
+  long.
+- `stale`: the length is exact, but the begin and the end are uncertain.
+- `captured`: there is no length, because the stream was being captured into a graph.
+- `dropped`: there is no length, because no event was available.
 """
 
 _NUMBERS = {label: number for number, label in enumerate(LABELS)}
@@ -227,7 +227,7 @@ _NUMBERS = {label: number for number, label in enumerate(LABELS)}
 _CELLS = layout.INTERVAL.make_struct()
 
 NOTHING_TO_COME = 1 << 62
-"""The value of `settled_ns` in a recording's header after the last device interval."""
+"""The value of `settled_ns` in a recording's header once no more device intervals can follow."""
 
 
 class IntervalRing:
@@ -246,13 +246,13 @@ class IntervalRing:
             cells = [(*place, _NUMBERS[label], uncertainty_ns) for *place, label, uncertainty_ns in intervals]
             room.add_all(_CELLS, cells, slots)
 
-    def publish_settled_ns(self, until_ns: int) -> None:
+    def publish_settled_time(self, until_ns: int) -> None:
         """Publish the time up to which all ended spans have their device times."""
         if (room := self._find_room()) is not None:
             layout.HEADER.write(room.head, settled_ns=until_ns)
 
     @property
-    def overwritten(self) -> int:
+    def overwritten_count(self) -> int:
         room = self._find_room()
         return 0 if room is None else max(room.count_used_slots() - min(self._most_slots, room.slots), 0)
 
@@ -281,7 +281,7 @@ class GaugePlace(Claim):
         super().__init__(fd, CLAIMED)
         self._generation = read_generation(fd)
 
-    def add(self, samples: Iterable[Sample]) -> bool:
+    def add_readings(self, samples: Iterable[Sample]) -> bool:
         """Add readings. Return False if the other process has begun another session."""
         fd = self.fileno()
         try:

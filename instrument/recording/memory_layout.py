@@ -19,16 +19,15 @@ from typing import Any, Final
 from instrument.runtime.cheap_start import NamedTuple
 
 EXPORT, GAUGES = 0, 1
-"""The two claims on a recording: to export it, and to write gauges into it. At most one process at a time has each
-claim."""
+"""The numbers of the two claims on a recording: to export it, and to write gauges into it."""
 
 FIRST_FD = 256
-"""The lowest number of our own file descriptors. So the service's files get the same numbers as without us."""
+"""The lowest number of our own file descriptors, which leaves the usual numbers to the service."""
 
 _OFD_SETLK, _OFD_GETLK = getattr(fcntl, "F_OFD_SETLK", 37), getattr(fcntl, "F_OFD_GETLK", 36)
 _LOCK = struct.Struct("hhqqi4x")
 _LOCK_AT = 1 << 50
-"""The offset in a file of the bytes that are locked, beyond the data of any recording."""
+"""The file offset of the locks, which is beyond the data of any recording."""
 
 
 def duplicate_descriptor(fd: int) -> int:
@@ -185,7 +184,7 @@ LABEL_BYTES = 64
 ALIGNED_BYTES = 64 << 10
 """The alignment of parts in bytes: the largest size of a memory page on any machine."""
 DETAIL_BLOCK_BYTES = 64 << 10
-"""The size in bytes of a block of details. Each record of details is within one block."""
+"""Bytes of a block of details. No record of details crosses the end of a block."""
 CHUNKS = 60
 """The number of blocks of a histogram. A block has 64 buckets, and is allocated at its first use."""
 
@@ -269,7 +268,7 @@ RING = Record(
         "label": (120, f"{LABEL_BYTES}s"),
     },
 )  # fmt: skip
-"""The layout of a ring in its slot, after `object_bytes` bytes of the recorder's own object."""
+"""The layout of a ring. In a slot, it follows `object_bytes` bytes of the recorder's own object."""
 NODE = Record(64, {"site": (0, "Q"), "parent": (8, "Q"), "index": (16, "I"), "is_known": (31, "B")})
 TOTALS = Record(
     640,
@@ -330,19 +329,18 @@ def part_header_offset(name: str) -> int:
 
 TEXT_BYTES = ALIGNED_BYTES - HEADER_BYTES
 INTERVAL_SHARE = 8
-"""The memory for rows, as a multiple of the memory for device intervals."""
+"""The ratio of the memory for rows to the memory for device intervals."""
 MOST_SAMPLES = 131_072
 """The maximum number of gauge readings in a recording. With one GPU, they cover an hour in 8 MiB."""
 NUMBERS, NEWEST_NUMBERS = 15_360, 1_024
-"""The number of slots for the service's own metrics: for the ring of former values, and for the newest values."""
+"""The numbers of slots for former values and for the newest values of the service's own metrics."""
 EXPORT_BYTES = 3 * ALIGNED_BYTES
 """Bytes of the checkpoint of spans, at the end of a recording. Only its exporter writes it, see
 `instrument.recording.export_checkpoint`."""
 METER_BYTES = 16 * ALIGNED_BYTES
 """Bytes of the checkpoint of metrics, which is in front of the checkpoint of spans."""
 MOST_SMALL_RINGS = 4096
-"""The maximum number of threads that get a ring of the smallest size once the larger rings have used up their
-memory."""
+"""The maximum number of rings of the smallest size, which threads get after the larger rings are used up."""
 
 
 def count_interval_slots(ring_bytes: int) -> int:
@@ -398,18 +396,19 @@ ROOT_ID: Final = 3
 START_NS: Final = 5
 END_NS: Final = 6
 ERROR: Final = 9
-"""The index of the name of the exception, which is None without an error."""
+"""The index of the exception's name in a row."""
 ROW_ATTRIBUTES: Final = 10
-"""The index of the attributes, which are None if the span has none."""
+"""The index of the attributes in a row."""
 
 REQUEST_BIT = 1
-"""The bit of a span id that shows that the span is the root of a request."""
+"""The bit that is set in the span id of a request's root."""
 
 PACKED_ROW = ROW.make_struct()
-"""The 64-byte form of a row. Its field `rare` is 0, 8 if the row has details, or 1 plus twice the active time."""
+"""The 64-byte form of a row. If the field `rare` is odd, it is 1 plus twice the active time. If it is 8, the row has
+details."""
 
 STREAM = object()
-"""The key, among a span's attributes, of the stream or `Work` to time on a device. Readers of spans do not get it."""
+"""The attribute key of the stream or `Work` to time on a device. Readers of spans do not get it."""
 
 
 def unpack_rows(data: bytes) -> Iterator[Row]:

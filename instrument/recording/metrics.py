@@ -54,7 +54,7 @@ class MetricDefinition(NamedTuple):
 
 
 DEFINITIONS: dict[str, MetricDefinition] = {}
-"""The definitions of all totals by name, in the order of reports."""
+"""The definitions of all totals by name."""
 
 
 def _define_metric(*facts: Any) -> MetricDefinition:
@@ -140,8 +140,7 @@ PROCESSES = _define_metric(
 
 
 OF_PROCESSES = ("process.", "instrument.process.", "instrument.gpu.process.", "instrument.torch.")
-"""The prefixes of metrics that measure one process. Other gauges measure the machine, with equal values in all
-processes."""
+"""The name prefixes of metrics that measure one process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +155,7 @@ class Gauge:
     is_own: bool = False
 
     @property
-    def is_of_process(self) -> bool:
+    def is_process_gauge(self) -> bool:
         return self.is_own or any(metric.name.startswith(OF_PROCESSES) for metric in self.metrics)
 
 
@@ -232,7 +231,7 @@ GAUGES: dict[str, Gauge] = {
     "nvlink_received": Gauge("bytes/s", "over all NVLinks to the device, mean since the reading before",
                              _make_transfer_metric("instrument.gpu.nvlink.io", "receive")),
 }  # fmt: skip
-"""All known gauges by name: those of host and GPUs, and the service's own metrics in recordings that were read."""
+"""All known gauges by name, including the service's own metrics from recordings that were read."""
 
 # ---------------------------------------------------------------- labels of generations
 
@@ -240,12 +239,12 @@ NAMESPACE, OPERATION = "gen_ai.", "gen_ai.operation.name"
 
 PROVIDER = "gen_ai.provider.name"
 GENERATION = (OPERATION, PROVIDER, "gen_ai.request.model")
-"""The attributes of a generation's span that become labels. A service may set them with `annotate_request`."""
+"""The attributes of a generative model's span that become labels of metrics."""
 
 
 def add_generation_labels(labels: Labels, attributes: Mapping[Any, Any]) -> Labels:
     usual = operation_of_route(str(dict(labels).get("http.route", "")))
-    return tuple({OPERATION: usual, **dict(labels), **dict(generation_facts(attributes))}.items())
+    return tuple({OPERATION: usual, **dict(labels), **dict(read_generation_labels(attributes))}.items())
 
 
 def operation_of_route(route: str) -> str:
@@ -257,13 +256,13 @@ def matches_route(route: str, patterns: Sequence[str]) -> bool:
     return any(route.startswith(pattern[:-1]) if pattern.endswith("*") else route == pattern for pattern in patterns)
 
 
-def has_generation_names(names: Iterable[object]) -> bool:
+def has_gen_ai_names(names: Iterable[object]) -> bool:
     """Return True if an attribute name begins with `gen_ai.`. A span with such an attribute is a call of a generative
     model."""
     return any(isinstance(name, str) and name.startswith(NAMESPACE) for name in names)
 
 
-def generation_facts(attributes: Mapping[Any, Any]) -> Labels:
+def read_generation_labels(attributes: Mapping[Any, Any]) -> Labels:
     return tuple((name, value) for name in GENERATION if isinstance(value := attributes.get(name), str))
 
 
@@ -285,7 +284,7 @@ MOST_GAUGES = 2_000
 """The maximum number of names in `GAUGES`. Further metrics of the service are not reported."""
 
 LARGEST_MIDDLE = 9e9
-"""The largest middle of a bucket that fits into 64 bits in units of 1e-9."""
+"""The largest middle of a histogram bucket. In units of 1e-9, it still fits into 64 bits."""
 
 
 class Cell(NamedTuple):

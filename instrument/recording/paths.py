@@ -27,8 +27,7 @@ OVERFLOW = Site("(more call paths than the tally keeps)", kind="user")
 
 
 NAME, KIND, KEY = attrgetter("name"), attrgetter("kind"), attrgetter("key")
-"""Functions that return a property of a site. `CallTree.map_sites` and `CallTree.number_sites` cache results per
-function."""
+"""Functions that return the name, the kind and the key of a site."""
 
 
 class CallTree:
@@ -73,10 +72,10 @@ class CallTree:
     def merge_equal_paths(self) -> Located:
         nodes, located = self._nodes, self._located
         if len(located.places) < len(nodes) // 2:
-            located = self._located = Located.merge_nodes(nodes[::2], nodes[1::2], self.first_site_by_key())
+            located = self._located = Located.merge_nodes(nodes[::2], nodes[1::2], self.number_sites_by_key())
         return located
 
-    def first_site_by_key(self) -> array[int]:
+    def number_sites_by_key(self) -> array[int]:
         return self.number_sites(KEY)
 
     def map_sites(self, say: Callable[[Site], Result]) -> list[Result]:

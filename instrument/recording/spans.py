@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from sys import intern
 from typing import Any, ClassVar
 
-from instrument.recording.trace_context import LinkedSpan, RemoteParent, parse_remote
+from instrument.recording.trace_context import LinkedSpan, RemoteParent, parse_parent
 from instrument.runtime.cheap_start import Field, NamedTuple, dataclass, field, fields
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
@@ -110,11 +110,10 @@ OUTCOME = "instrument.outcome"
 """The attribute with the cause of a span's interruption, such as `cancelled`. An interrupted span has not failed."""
 
 FIRST_ITEM, LAST_ITEM = "first_item_ns", "last_item_ns"
-"""The attributes of a span that streams its result: ns from its begin to the first item, and to the last item."""
+"""The attributes with the ns from a streaming span's begin to its first item and to its last item."""
 
 ITEMS, LONGEST_GAP, MEDIAN_GAP = "items", "longest_gap_ns", "median_gap_ns"
-"""The attributes of a span that streams its result: the number of items, and the longest and the median time between
-two items in ns."""
+"""The attributes with a streaming span's number of items, and the longest and median ns between two items."""
 
 KEY = intern("instrument.key")
 """The attribute with the key of the request that a span serves, such as a request id. All processes use the same
@@ -124,10 +123,10 @@ BATCH_KEYS, BATCH_WEIGHTS = intern("instrument.batch.keys"), intern("instrument.
 """The attributes of a batch, a span that serves several requests: the requests' keys, and the weight of each."""
 
 FACTS, FACT_KEYS = intern("instrument.facts"), ".keys"
-"""The attribute that lists which other attributes are facts of requests, such as token counts.
+"""The attribute that lists the facts of requests in a span, such as token counts.
 
-- An entry is a word of `profile.model.KEEPS`, a space and a name.
-- A fact that is a list has one item per request. Their keys are in the attribute named after the fact and `FACT_KEYS`.
+- An entry is a word of `profile.model.KEEPS`, a space and the name of another attribute.
+- If a fact is a list, it has one item per request. The requests' keys are in an attribute with the suffix `FACT_KEYS`.
 """
 
 KEY_LIMIT, BATCH_LIMIT = 128, 1024
@@ -209,7 +208,7 @@ class Origin:
 
     @property
     def remote(self) -> RemoteParent | None:
-        return parse_remote(tuple(self.caller.split(" ", 1)))
+        return parse_parent(tuple(self.caller.split(" ", 1)))
 
     def realtime_of(self, monotonic_ns: int) -> int:
         """Convert a monotonic time to wall-clock nanoseconds since 1970."""
@@ -305,7 +304,7 @@ FLOPS = "flops"
 
 
 OPERATORS = "torch.profiler"
-"""The `module` of all sites that represent torch's operators, which torch.profiler recorded."""
+"""The `module` of the sites of torch operators that torch.profiler recorded."""
 
 
 def is_operator(site: Site) -> bool:
@@ -328,7 +327,7 @@ TIME_IN_QUEUE = "instrument.time_in_queue"
 """The attribute with the seconds for which a job, such as a Celery task, waited in its queue."""
 
 LATE_FAILURE = Site("failed after its answer", "user", module="instrument", qualname="requests")
-"""The site of spans for failures of a web application after it had completely answered the request."""
+"""The site of failures of a web application after its complete answer."""
 
 
 def _make_site_check(model: Site) -> Callable[[Site], bool]:
@@ -388,7 +387,7 @@ FIRSTS: Mapping[str, str] = {
     "passed": "Requests before it have the name of a health probe, or called nothing that is recorded, and do not "
     "count: a rule with `first_request: true` can name the right one.",
 }
-"""The sentences with which reports explain their choice of the first request, by `Startup.why`."""
+"""The explanation of the choice of the first request, for each value of `Startup.why`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ LARGEST_COPY_BYTES = 1 << 50
 """The maximum number of bytes of one memory copy. A larger number is from a damaged file, and is ignored."""
 
 LARGEST = 1 << 62
-"""The maximum sum over all lines, so that it fits into 64 bits. Numbers from damaged files with larger sums are cut."""
+"""The maximum sum over all lines. Larger sums, as in a damaged file, are cut to fit into 64 bits."""
 
 ALL_THREADS = "(all threads)"
 
@@ -66,17 +66,17 @@ class Totals(NamedTuple):
 
 
 CORE_WIDTH = Totals._fields.index("first_ns") + 1
-"""The number of fields at the start of a line that the recorder in C fills."""
+"""The number of fields that the recorder in C fills. They are the first fields of a line."""
 
 TOTALS = np.dtype([(name, np.int64) for name in Totals._fields])
 WIDTH = len(Totals._fields)
 
 LEAST, MOST = ("min_ns", "first_ns"), ("max_ns",)
 SUMS = tuple(name for name in Totals._fields if name not in ("node", "thread_id", *LEAST, *MOST))
-"""The fields of totals to add up in a merge. Of each other field, the minimum or the maximum is taken."""
+"""The fields of `Totals` that a merge adds up."""
 
 BUCKETS = np.dtype([("line", np.int64), ("bucket", np.int64), ("times", np.int64)])
-"""The numpy type of a histogram bucket: the index of its line, its number, and the number of calls."""
+"""The numpy type of a histogram bucket: line index, bucket number and number of calls."""
 
 _ADDED = [Totals._fields.index(name) for name in SUMS]
 _EXTREMES = {
@@ -123,7 +123,7 @@ class Tally:
         self._device_below: dict[int | None, Mapping[int, int]] = {}
 
     @classmethod
-    def of_nodes(
+    def from_nodes(
         cls,
         tree: CallTree,
         lines: Records,
@@ -139,7 +139,7 @@ class Tally:
         return cls(tree, *_merge_lines(lines, buckets, threads), threads, make_histogram)
 
     @classmethod
-    def of_paths(
+    def from_paths(
         cls, paths: Sequence[CallPath | None], lines: Records, buckets: Records, threads: Mapping[int, str]
     ) -> Tally:
         """Return a tally of lines whose `node` is an index in `paths`. Lines whose path is None are left out. Lines of
@@ -170,7 +170,7 @@ class Tally:
             count += len(moved)
             lines.append(moved)
             buckets.append(counted)
-        return cls.of_paths(paths, np.concatenate(lines), np.concatenate(buckets), names)
+        return cls.from_paths(paths, np.concatenate(lines), np.concatenate(buckets), names)
 
     def change_paths(
         self,
@@ -192,7 +192,7 @@ class Tally:
             lines["node"][np.array([thread_id is None for thread_id in renumbered], np.bool_)[of_line]] = len(paths) - 1
             lines["thread_id"] = np.array([thread_id or 0 for thread_id in renumbered], np.int64)[of_line]
         lines["first_ns"] += moved_ns
-        return self.of_paths(paths, lines, self.buckets, self.threads if threads is None else threads)
+        return self.from_paths(paths, lines, self.buckets, self.threads if threads is None else threads)
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -206,7 +206,7 @@ class Tally:
             paths.append((*(paths[parent] if parent != NOT_BELOW else ()), sites[site]))
         return paths
 
-    def rows(self) -> Iterator[Row]:
+    def iterate_totals(self) -> Iterator[Row]:
         """Yield each line with its call path. For many lines, the array `lines` is faster."""
         paths = self.paths
         return (Row(paths[line[0]], Totals._make(line)) for line in self.lines.tolist())
@@ -228,7 +228,7 @@ class Tally:
         edges = [*np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1)).tolist(), len(ids)]
         return {int(ids[begin]): (begin, end) for begin, end in pairwise(edges)}
 
-    def has_values(self, field: str) -> bool:
+    def is_field_nonzero(self, field: str) -> bool:
         return bool(self.lines[field].any())
 
     def sum_by_group(self, groups: NDArray[Any], count: int, thread: int | None = None) -> Records:
@@ -275,10 +275,10 @@ class Tally:
         order = np.argsort(nodes, kind="stable")
         return order, np.searchsorted(nodes[order], np.arange(len(self.parents) + 1)).tolist()
 
-    def device_times_below(self, thread: int | None) -> Mapping[int, int]:
+    def find_missing_device_ns(self, thread: int | None) -> Mapping[int, int]:
         """Return, by node, the device time of the calls below it that its own device time lacks. A node's own device
         time includes calls below it on the same stream. `thread` is None for all threads."""
-        if thread in self._device_below or not self.has_values("device_ns"):
+        if thread in self._device_below or not self.is_field_nonzero("device_ns"):
             return self._device_below.get(thread, {})
         sums = self.sum_by_group(np.arange(len(self.parents)), len(self.parents), thread)
         device, is_called, parents = sums["device_ns"].tolist(), (sums["calls"] != 0).tolist(), self.parents.tolist()

@@ -33,8 +33,7 @@ OWN_TRACE_FLAGS = 3
 """The W3C trace flags of our own traces: sampled, and with a random id (Trace Context, level 2)."""
 
 REMOTE = "instrument.remote"
-"""The attribute for a request's caller, as text for `parse_remote`. Objects in rows would cost the garbage collector
-more work."""
+"""The attribute with the span that called a request, as text."""
 
 _TRACEPARENT = late_pattern(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
@@ -55,9 +54,9 @@ def sanitise_tracestate(header: bytes | str) -> str:
     return text if _TRACESTATE.fullmatch(text) else ""
 
 
-def parse_remote(context: object) -> RemoteParent | None:
+def parse_parent(context: object) -> RemoteParent | None:
     """Return the span of another tracer, None if it is missing or invalid. `context` is a `traceparent`, alone or with
-    a `tracestate`, or the result of `encode_remote`."""
+    a `tracestate`, or the result of `encode_parent`."""
     parent, state, *marks = context if isinstance(context, tuple) and len(context) > 1 else (context, b"")
     if isinstance(parent, str):
         parent = parent.encode("latin-1", "replace")
@@ -89,10 +88,10 @@ def find_trace_headers(carrier: Mapping[str, object]) -> tuple[object, object]:
 LOCAL, IN_SERVER_SPAN = "local", "in server span"
 
 OWN = "own"
-"""The mark, by `encode_remote`, of a trace that began in this request and was passed on to other services."""
+"""The mark of a trace that began in this request and was passed on to other services."""
 
 
-def encode_remote(remote: RemoteParent | None) -> tuple[str, ...] | None:
+def encode_parent(remote: RemoteParent | None) -> tuple[str, ...] | None:
     if remote is None:
         return None
     parent = f"00-{remote.trace_id:032x}-{remote.span_id:016x}-{remote.flags & 255:02x}"
@@ -104,8 +103,7 @@ def encode_remote(remote: RemoteParent | None) -> tuple[str, ...] | None:
 
 
 LINK = "instrument.link"
-"""The attribute of a root span whose task was started by a span that has ended since. It has the ids of that span and
-of its root."""
+"""The attribute with the ids of the ended span that started a root span's task, and of its root."""
 
 LINK_TRACE_ID = "instrument.link.trace_id"
 """The attribute with the trace id of the span in `LINK`, in hexadecimal digits, if that trace began elsewhere."""
@@ -113,7 +111,7 @@ LINK_TRACE_ID = "instrument.link.trace_id"
 
 LINK_REMOTE = "instrument.link.remote"
 """The attribute of a request that is linked to its caller's span instead of being its child. The value is the
-hexadecimal trace id and span id of the caller's span with a hyphen between them."""
+hexadecimal trace id and span id, joined by a hyphen."""
 
 LINK_STATE = "instrument.link.tracestate"
 """The attribute for the `tracestate` of the span in `LINK_REMOTE`."""
@@ -122,7 +120,7 @@ LINK_STATE = "instrument.link.tracestate"
 def make_link_attributes(span_id: int, root_id: int, remote: object) -> dict[Any, Any]:
     """Return the attributes that link a root span to the ended span that started its task."""
     link: dict[Any, Any] = {LINK: (span_id, root_id)}
-    remote = parse_remote(remote)
+    remote = parse_parent(remote)
     return link if remote is None else {**link, LINK_TRACE_ID: f"{remote.trace_id:032x}"}
 
 
@@ -156,7 +154,7 @@ def is_sampled(trace_id: int, sample: float) -> bool:
     return trace_id & (1 << RANDOM_BITS) - 1 >= sampling_threshold(sample)
 
 
-def tracestate_of_share(sample: float) -> str:
+def make_tracestate(sample: float) -> str:
     if not 0 < sample < 1:
         return ""
     return f"ot=th:{sampling_threshold(sample):014x}".rstrip("0")

@@ -142,7 +142,7 @@ def batches(recording: Recording, options: Options) -> BatchTimes:
         )
 
     shown = limit_rows(rows_by_time, options, lambda row: row.summed_ns, sum_omitted)
-    return BatchTimes(Coverage.of_recording(recording), shown, group_shares(recording, options), options)
+    return BatchTimes(Coverage.measure_coverage(recording), shown, group_shares(recording, options), options)
 
 
 def _sum_batches(recording: Recording, name: str, rows: Int64s, remaining: int = 0) -> NamedBatches:
@@ -186,7 +186,7 @@ NOBODY = "(nobody)"
 """The label of waits that neither a recorded batch nor a known request caused."""
 
 REPLAYED = 3
-"""The maximum number of groups whose absence is simulated, starting with the groups that delayed others most."""
+"""The maximum number of groups whose absence is simulated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ class Delay:
 
 GROUP_SUMS = ("requests", "suffered_ns", "by_others_ns", "by_itself_ns", "by_nobody_ns", "inflicted_ns")
 DELAY_SUMS = ("summed_ns", "queued_ns", "shared_ns", "between_ns", "blocked_ns")
-"""The fields to add up in the row that sums up omitted groups or delays."""
+"""The fields that are added up in the row of omitted delays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +353,7 @@ def neighbours(recording: Recording, options: Options) -> NeighbourBill:
     on_others = np.array(inflicted[:-1], dtype=np.int64) - np.diagonal(sums)
     every, predictions = _predict_queues_without_groups(recording, account, group, on_others, names)
     return NeighbourBill(
-        coverage=Coverage.of_recording(recording),
+        coverage=Coverage.measure_coverage(recording),
         groups=limit_rows(
             [row for row in groups if row.requests], options, attrgetter("suffered_ns"), make_row_summer(*GROUP_SUMS)
         ),

@@ -3,7 +3,8 @@
 A step is a span of kind `step`, or the time between two calls of `Profiler.step`. The wait for input right before a
 step belongs to the step. The first `skip` steps are left out.
 
-`find_units` returns the units for the `phases` view: the steps or, without steps, the requests or the whole window.
+`find_steps_or_requests` returns the units for the `phases` view: the steps or, without steps, the requests or the
+whole window.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from instrument.report.view import UNITS, Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.indices import (
     NONE,
+    find_ancestor,
     find_distinct,
-    mask_of,
-    nearest_above,
+    find_rows,
+    make_mask,
     number_combinations,
     rank_distinct,
-    rows_of,
 )
-from instrument.trace.intervals import Unions, select_successive, union, union_by_group
+from instrument.trace.intervals import Unions, make_union, select_successive, union_by_group
 
 LOADER = "loader"
 OPTIMIZER = "optimizer"
@@ -43,7 +44,7 @@ PROFILERS = "instrument.Profiler.step"
 """The function name of the steps that a `Profiler` records."""
 
 
-def phase_of(site: Site) -> str | None:
+def find_phase(site: Site) -> str | None:
     if site.kind == LOADER:
         return LOADER
     declared = dict(site.attributes).get("phase")
@@ -67,10 +68,10 @@ def find_step_starts(steps: Unions, is_profilers: Bools, waits: Unions) -> Int64
     filled = np.flatnonzero(starts < ends)
     filled = filled[np.lexsort((ends[filled], lines[filled]))]
     ended = Unions(lines[filled], ends[filled], ends[filled])
-    last = ended.last_begun(lines, starts)
+    last = ended.find_last_begun(lines, starts)
     since = np.where(last != NONE, np.append(ended.starts, 0)[last], 0)
     since[1:] = np.maximum(since[1:], np.where(lines[1:] == lines[:-1], starts[:-1], 0))
-    place = waits.last_begun(lines, starts)
+    place = waits.find_last_begun(lines, starts)
     place -= (place != NONE) & (np.append(waits.ends, 0)[place] > starts)
     has_wait = (np.append(waits.groups, NONE)[place] == lines) & ~is_profilers
     began = np.append(waits.starts, NONE)[place]
@@ -96,10 +97,10 @@ class Units:
     before: int = 0
 
 
-def find_units(trace: Columns, interval: Interval, skip_first: int) -> Units:
+def find_steps_or_requests(trace: Columns, interval: Interval, skip_first: int) -> Units:
     """Return the units of a trace: its steps, without steps its requests, and without requests the window."""
     reaches_into = (trace.start_ns < interval[1]) & (trace.end_ns > interval[0])
-    kinds = [site.kind if phase_of(site) is None else "" for site in trace.sites]
+    kinds = [site.kind if find_phase(site) is None else "" for site in trace.sites]
     steps = np.flatnonzero(trace.are_of_sites([kind == "step" for kind in kinds]) & reaches_into)
     if len(steps):
         return _find_step_units(trace, steps, interval, skip_first)
@@ -113,7 +114,7 @@ def find_units(trace: Columns, interval: Interval, skip_first: int) -> Units:
     line_of = np.full(len(trace) + 1, NONE, dtype=np.int64)
     line_of[requests] = lines
     clipped_units, is_whole = _clip_units(trace, requests, lines, trace.start_ns[requests], interval)
-    return Units("request", clipped_units, is_whole, line_of[rows_of(trace.span_id, trace.root_id)], is_aside)
+    return Units("request", clipped_units, is_whole, line_of[find_rows(trace.span_id, trace.root_id)], is_aside)
 
 
 def _clip_units(
@@ -151,14 +152,14 @@ def _find_step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip
             counted[threads[step]] += 1
     remaining = np.flatnonzero(~skipped)
     units, is_whole = _clip_units(trace, rows[remaining], steps.groups[remaining], begins[remaining], interval)
-    has_steps = mask_of(steps.groups, len(firsts) + 1)
+    has_steps = make_mask(steps.groups, len(firsts) + 1)
     line_of = np.where(has_steps[line], line, NONE)
     is_aside = ~has_steps[line]
     line_of = np.where(is_aside & has_steps[of_thread[thread]], of_thread[thread], line_of)
     # A task without steps works for the steps of its thread, or for the step in which it began.
     lost = np.flatnonzero(line_of == NONE)
     if len(lost):
-        line_of[lost] = np.append(line, NONE)[nearest_above(trace.parent, mask_of(rows, len(trace)))[lost]]
+        line_of[lost] = np.append(line, NONE)[find_ancestor(trace.parent, make_mask(rows, len(trace)))[lost]]
     return Units(
         of="step",
         intervals=units,
@@ -174,7 +175,7 @@ def _find_step_units(trace: Columns, step_rows: Int64s, interval: Interval, skip
 def _drop_inner_steps(trace: Columns, rows: Int64s, line: Int64s, line_without_task: Int64s) -> Int64s:
     steps = Unions(line[rows], trace.start_ns[rows], trace.end_ns[rows])
     of_tasks = np.flatnonzero((trace.task_id[rows] != 0) & (line_without_task[rows] != NONE))
-    is_below = nearest_above(trace.parent, mask_of(rows, len(trace)))[rows] != NONE
+    is_below = find_ancestor(trace.parent, make_mask(rows, len(trace)))[rows] != NONE
     around = steps.interval_at(line_without_task[rows[of_tasks]], steps.starts[of_tasks])
     is_below[of_tasks] |= ~np.append(is_below, True)[around]  # a step below a task's own does not hold it
     return np.asarray(rows[~is_below])
@@ -184,7 +185,7 @@ def _drop_inner_steps(trace: Columns, rows: Int64s, line: Int64s, line_without_t
 
 
 FIRST_KEPT = 1000
-"""The number of first steps that are kept one by one, so that a later report can leave them out."""
+"""The number of first steps that are stored separately, so that a report can leave them out."""
 
 SKIPPED_STEPS = 10
 """The default number of first steps that averages leave out, as in `paddle.profiler`."""
@@ -251,13 +252,13 @@ class Benchmark:
     _least_rate: float = math.inf
     _most_rate: float = 0.0
 
-    def add(self, batch_ns: int, reader_ns: int, num_samples: float | None) -> None:
+    def add_step(self, batch_ns: int, reader_ns: int, num_samples: float | None) -> None:
         """Count a complete step. `reader_ns` is the part of `batch_ns` in which the step waited for input."""
         if self.keeps and len(self._firsts) < FIRST_KEPT:
             self._firsts.append((batch_ns, reader_ns, num_samples))
         elif self.keeps:
             self._later = self._later or Benchmark(skip=0)
-            self._later.add(batch_ns, reader_ns, num_samples)
+            self._later.add_step(batch_ns, reader_ns, num_samples)
         if self.skipped < self.skip:
             self.skipped += 1
             return
@@ -277,7 +278,7 @@ class Benchmark:
         benchmark = Benchmark(skip=0) if self._later is None else deepcopy(self._later)
         benchmark.skip = min(skip, FIRST_KEPT)
         for first in self._firsts:
-            benchmark.add(*first)
+            benchmark.add_step(*first)
         return benchmark
 
     def measure_loop_times(self, name: str = "steps", lasted_ns: int = 0) -> LoopTimes:
@@ -363,7 +364,7 @@ class Loops(View):
         return ["p50, p99: within 0.8 %. Averages are over the steps that were timed."]
 
 
-def show_benchmark(steps: Benchmark, options: Options) -> Loops:
+def make_view(steps: Benchmark, options: Options) -> Loops:
     loop = steps.measure_loop_times()
     return Loops(None, (loop,) if loop.steps or loop.skipped else (), options)
 
@@ -389,7 +390,7 @@ class SpreadRow(NamedTuple):
     is_rate: bool = False
 
 
-def running_steps(recording: Recording) -> Benchmark | None:
+def find_profiler_steps(recording: Recording) -> Benchmark | None:
     """Return None. For a running loop, `Profiler` stores its own steps as the result of this function."""
     return None
 
@@ -397,10 +398,10 @@ def running_steps(recording: Recording) -> Benchmark | None:
 def benchmark(recording: Recording, options: Options) -> Loops:
     """Return the steps of a running `Profiler`, otherwise the steps among the kept spans. The option `skip_first`
     leaves out the first steps of each loop, but not of a running `Profiler`."""
-    if (steps := recording.compute_once(running_steps)) is not None:
-        return show_benchmark(steps, options)
+    if (steps := recording.compute_once(find_profiler_steps)) is not None:
+        return make_view(steps, options)
     loops = _measure_loops(recording.columns, recording.trace.coverage, options.skip_first)
-    return Loops(Coverage.of_recording(recording), loops, options)
+    return Loops(Coverage.measure_coverage(recording), loops, options)
 
 
 class _Steps(NamedTuple):
@@ -456,6 +457,6 @@ def _measure_loop(name: str, trace: Columns, steps: _Steps, skip: int) -> LoopTi
             counts.cut += 1
         else:
             is_count = isinstance(samples, (int, float)) and not isinstance(samples, bool) and samples >= 0
-            counts.add(batch_ns, reader_ns, samples if is_count else None)
+            counts.add_step(batch_ns, reader_ns, samples if is_count else None)
             timed.append(place)
-    return counts.measure_loop_times(name, union(steps.start_ns[timed], steps.end_ns[timed]).length_ns())
+    return counts.measure_loop_times(name, make_union(steps.start_ns[timed], steps.end_ns[timed]).length_ns())

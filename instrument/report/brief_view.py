@@ -20,12 +20,12 @@ from instrument.report.section import BLANK, Section, View
 from instrument.report.self_times_view import NO_CALL, FunctionTimes, ops
 from instrument.report.table import (
     LINE,
-    column_width,
     compute_share,
     format_percent,
     format_rough_percent,
     format_time,
     make_title_lines,
+    measure_width,
     number_text,
     printable,
     row_name,
@@ -35,8 +35,7 @@ from instrument.report.table import (
 from instrument.report.view import Options, Recording
 
 MOST_LINES = 57
-"""The maximum number of lines of the view. With the lines that name the process and file, they fit a screen of 60
-lines."""
+"""The maximum number of lines of the view, so that it fits a screen of 60 lines."""
 
 PLACES = 7
 """The maximum number of rows in the table of self times."""
@@ -164,8 +163,8 @@ class Brief(View):
 def brief(recording: Recording, options: Options) -> Brief:
     """Return the `brief` view. The option `rows` can only reduce the rows of the tables. The options `tracer_option`,
     `state` and `threads` have no effect."""
-    places = ops(recording, _limit_rows(PLACES, options)).functions
-    few = replace(_limit_rows(PARTS, options), at_most=min(options.at_most, PARTS))
+    places = ops(recording, _set_row_limit(PLACES, options)).functions
+    few = replace(_set_row_limit(PARTS, options), at_most=min(options.at_most, PARTS))
     served = requests(recording, few)
     steps = None if served.requests else benchmark(recording, few)
     loops = steps if steps is not None and steps.loops else None
@@ -188,7 +187,7 @@ def brief(recording: Recording, options: Options) -> Brief:
     )
 
 
-def _limit_rows(rows: int, options: Options) -> Options:
+def _set_row_limit(rows: int, options: Options) -> Options:
     return replace(options, rows=min(options.rows or rows, rows))
 
 
@@ -334,6 +333,6 @@ def _limit_to_two_lines(text: str) -> list[str]:
 
 
 def _cut_line(line: str) -> str:
-    while column_width(line) > LINE - 4:
+    while measure_width(line) > LINE - 4:
         line = line.rpartition(" ")[0]
     return f"{line} ..."

@@ -20,10 +20,10 @@ from instrument.report.table import name_of_site
 from instrument.report.view import Recording
 from instrument.trace.blame import Floats, compute_step_costs, name_request, split_loads
 from instrument.trace.columns import Int64s
-from instrument.trace.indices import NONE, Members, mask_of, nearest_at_or_above, number_combinations
-from instrument.trace.intervals import union, union_by_group
+from instrument.trace.indices import NONE, Members, find_nearest_row, make_mask, number_combinations
+from instrument.trace.intervals import make_union, union_by_group
 from instrument.trace.joined import THOUSANDTHS
-from instrument.trace.ledger import QUEUE, STALL, SUB_REQUESTS, TRANSPORT, Turns, phase_of, waits_for_lock
+from instrument.trace.ledger import QUEUE, STALL, SUB_REQUESTS, TRANSPORT, Turns, find_phase, is_lock_wait
 from instrument.trace.request_trees import CACHED_TOKENS, INPUT_TOKENS, PREEMPTIONS
 from instrument.trace.trace import Trace
 
@@ -59,10 +59,10 @@ LOAD, UNKNOWN_REST = "expected load", "unknown"
 IN_QUEUE, IN_BATCH = "in the queue", "in batches"
 
 SPREAD = "all call paths alike"
-"""The text in place of a call path if a cause slowed all call paths alike."""
+"""The text that replaces a call path if a cause slowed all call paths."""
 
 Key = tuple[str, str]
-"""A cause (or `LOAD`, `UNKNOWN_REST`), and the place where it took time: a call path or a part of the request."""
+"""A cause, and the call path or part of the request in which it took time."""
 
 STEP_CAUSES = (SLOW, PREFILL, PADDING, FIRST, DEVICE, BURST, COPY, LOCK)
 """The causes whose evidence is in the steps of the engine."""
@@ -70,7 +70,7 @@ STEP_CAUSES = (SLOW, PREFILL, PADDING, FIRST, DEVICE, BURST, COPY, LOCK)
 MOST_PROOFS = 3
 
 INPUT = re.compile("input|request|prompt")
-"""The names of attributes that give the size of a request's input."""
+"""A pattern for the names of attributes that give the size of a request's input."""
 
 PRESSURES = {CONTENTION: "cpu_wait", MEMORY: "memory_pressure"}
 """The gauge that proves each cause: the percentage of time in which threads waited for a processor or for memory."""
@@ -103,16 +103,16 @@ class CauseTimes:
         }
         rows = self.collections = np.flatnonzero(trace.are_of_sites([is_collection(site) for site in trace.sites]))
         self._collected = union_by_group(
-            self._number_processes(trace.thread_id[rows]), trace.start_ns[rows], trace.end_ns[rows]
+            self._find_process_numbers(trace.thread_id[rows]), trace.start_ns[rows], trace.end_ns[rows]
         )
         rows = self.blocks = self._find_blocked_loops()
         self._blocked = union_by_group(trace.thread_id[rows], trace.start_ns[rows], trace.end_ns[rows])
         self._names_of_sites = [name_of_site(site) for site in trace.sites]
         self._suspends = trace.are_of_sites([site.suspends for site in trace.sites])
-        self._is_lock = trace.are_of_sites(list(map(waits_for_lock, trace.sites)))
+        self._is_lock = trace.are_of_sites(list(map(is_lock_wait, trace.sites)))
         self.locks = np.flatnonzero(self._is_lock & ~np.append(self._is_lock, [False])[trace.parent])
         self._paths = [
-            (SLOW, "") if site == NONE else (self._cause_of_work(trace.sites[site], SLOW), self._names_of_sites[site])
+            (SLOW, "") if site == NONE else (self._choose_cause(trace.sites[site], SLOW), self._names_of_sites[site])
             for site in self.costs.sites.tolist()
         ]
         self._reach = np.maximum.accumulate(self.costs.end_ns) if len(self.costs.rows) else self.costs.end_ns
@@ -123,13 +123,13 @@ class CauseTimes:
             self._is_first_call[order[number_combinations(trace.site[order])[1]]] = True
         self._subtract_separate_causes()
         # A request's own work is its calls outside of phases and steps.
-        is_phase = trace.are_of_sites([phase_of(site) is not None for site in trace.sites])
+        is_phase = trace.are_of_sites([find_phase(site) is not None for site in trace.sites])
         is_phase[joined.rows] = False
         is_own = (self.costs.step_of[:-1] == NONE) & ~trace.are_of_kind("request")
-        is_own &= nearest_at_or_above(trace.parent, is_phase) == NONE
+        is_own &= find_nearest_row(trace.parent, is_phase) == NONE
         self._own_rows = Members(np.where(is_own, joined.of, NONE), len(joined.rows))
 
-    def _number_processes(self, threads: Int64s) -> Int64s:
+    def _find_process_numbers(self, threads: Int64s) -> Int64s:
         if not self._process_of:
             return np.zeros(len(threads), dtype=np.int64)
         return np.array([self._process_of.get(thread, 0) for thread in threads.tolist()], dtype=np.int64)
@@ -162,7 +162,7 @@ class CauseTimes:
         first calls, and device work for other spans."""
         trace, costs = self.trace, self.costs
         excess_ns = costs.excess_ns.copy()
-        processes = self._number_processes(trace.thread_id[costs.rows])
+        processes = self._find_process_numbers(trace.thread_id[costs.rows])
         collected = self._collected.length_within(processes, costs.start_ns, costs.end_ns)
         excess_ns = _subtract_from_largest_excess(excess_ns, collected.astype(np.float64))[0]
         self.first_ns = np.zeros(len(costs.rows))
@@ -175,8 +175,8 @@ class CauseTimes:
         if len(timed) and len(costs.rows):
             # The device worked for spans outside of steps while a step used it.
             step = costs.step_of[trace.device.row[timed]]
-            outside, uses_device = timed[step == NONE], mask_of(step[step != NONE], len(costs.rows))
-            foreign = union(trace.device.start_ns[outside], trace.device.end_ns[outside])
+            outside, uses_device = timed[step == NONE], make_mask(step[step != NONE], len(costs.rows))
+            foreign = make_union(trace.device.start_ns[outside], trace.device.end_ns[outside])
             foreign_ns = np.where(uses_device, foreign.length_within(costs.start_ns, costs.end_ns), 0)
             excess_ns, self.device_ns = _subtract_from_largest_excess(excess_ns, foreign_ns.astype(np.float64))
         self.excess_ns = excess_ns
@@ -215,7 +215,7 @@ class CauseTimes:
         ends = starts + turns.length_ns[chosen]
         steps = np.arange(np.searchsorted(self._reach, starts[0], "right"), np.searchsorted(costs.start_ns, ends[-1]))
         steps = steps[self.trace.thread_id[costs.rows[steps]] == thread]
-        spent_ns = union(starts, ends).length_within(costs.start_ns[steps], costs.end_ns[steps])
+        spent_ns = make_union(starts, ends).length_within(costs.start_ns[steps], costs.end_ns[steps])
         return steps[spent_ns > 0], spent_ns[spent_ns > 0].astype(np.float64)
 
     def find_serving_steps(self, place: int) -> tuple[Int64s, Floats]:
@@ -233,7 +233,7 @@ class CauseTimes:
         threads = np.where(turns.row == NONE, trace.thread_id[root], trace.thread_id[turns.row])
         if (engine := self.find_engine_thread(place)) is not None:
             threads[waits_for_engine] = engine
-        collected = self._collected.length_within(self._number_processes(threads), turns.start_ns, ends)
+        collected = self._collected.length_within(self._find_process_numbers(threads), turns.start_ns, ends)
         # A blocked event loop delays what waits on its thread.
         blocked = self._blocked.length_within(np.full(len(ends), trace.thread_id[root]), turns.start_ns, ends)
         waits = (turns.pair == NONE) & ((turns.row == NONE) | self._suspends[turns.row]) & ~waits_for_engine
@@ -290,7 +290,7 @@ class CauseTimes:
         trace = self.trace
         for row, ns in zip(rows.tolist(), spent_ns.tolist(), strict=True):
             site = trace.sites[trace.site[row]]
-            cause = self._cause_of_work(site, OWN)
+            cause = self._choose_cause(site, OWN)
             row = self._find_outermost_lock(row) if cause == LOCK else row
             if cause == OWN and not is_sub and self._is_first_call[row]:
                 times[FIRST, ""] += ns
@@ -304,8 +304,8 @@ class CauseTimes:
         return row
 
     @staticmethod
-    def _cause_of_work(site: Site, usual: str) -> str:
-        return COPY if site.kind == "copy" else LOCK if waits_for_lock(site) else usual
+    def _choose_cause(site: Site, usual: str) -> str:
+        return COPY if site.kind == "copy" else LOCK if is_lock_wait(site) else usual
 
     def find_proofs(self, place: int, cause: str, path: str) -> list[Proof]:
         trace, turns, root, note = self.trace, self._turns[place], int(self.joined.rows[place]), ""
@@ -386,8 +386,8 @@ class CauseTimes:
         site = trace.sites[trace.site[wait]]
         is_named = trace.are_of_sites([another.name == site.name for another in trace.sites])
         rows = self.locks[is_named[self.locks]]
-        process = self._number_processes(trace.thread_id[[wait]])
-        rows = rows[self._number_processes(trace.thread_id[rows]) == process]
+        process = self._find_process_numbers(trace.thread_id[[wait]])
+        rows = rows[self._find_process_numbers(trace.thread_id[rows]) == process]
         rows = rows[np.argsort(trace.end_ns[rows], kind="stable")]
         begins, ends = trace.end_ns[rows], trace.end_ns[trace.parent[rows]]
         if site.qualname.endswith("Lock.acquire"):
@@ -444,7 +444,7 @@ def read_host_gauges(facts: Trace, threads: Collection[int] | None = None) -> li
     return [samples for samples in (of_host, *of_processes) if samples]
 
 
-def measure_pressure(
+def measure_resource_wait(
     gauges: Sequence[Sequence[Sample]], cause: str, facts: Trace, begin_ns: int, end_ns: int
 ) -> tuple[float, float] | None:
     """Return the time in ns for which threads waited in an interval, and the usual share of such waits. The process

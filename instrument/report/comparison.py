@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from instrument.recording.distributions import percentiles_of_times
-from instrument.report.effects import LEAST_CALLS, CallSample, Floats, measure_effect, p99_limits
+from instrument.report.effects import LEAST_CALLS, CallSample, Floats, estimate_p99_limits, measure_effect
 from instrument.report.endpoint_statistics import EndpointTimes
 from instrument.report.request_groups import find_size_attributes, read_sizes, request_groups
 from instrument.report.requests_view import request_table
@@ -31,7 +31,7 @@ from instrument.report.view import Options, Recording
 from instrument.runtime import file_writing
 from instrument.trace.call_tree import paths_of_rows
 from instrument.trace.columns import Columns, Int64s
-from instrument.trace.indices import NONE, Groups, Members, find_distinct, nearest_at_or_above
+from instrument.trace.indices import NONE, Groups, Members, find_distinct, find_nearest_row
 from instrument.trace.joined import THOUSANDTHS, Joined
 from instrument.trace.ledger import QUEUE, STALL, TRANSPORT, WAITING
 from instrument.trace.self_times import waiting_times
@@ -40,13 +40,13 @@ FAMILY = 0.01
 """The maximum probability that any verdict of a comparison is wrong if nothing has changed."""
 
 LEAST_SHARE = 0.005
-"""The minimum share of the time, before or after the change, with which a call path is compared."""
+"""The minimum share of the time that a call path needs to be compared."""
 
 MAJOR_SHARE = 0.05
-"""The minimum share of the time with which an unclear call path makes the gate inconclusive."""
+"""The minimum share of the time for an unclear call path to make the gate inconclusive."""
 
 LEAST_CHANGE = 1e-4
-"""A relative change up to this value counts as no change, because clocks and rounding may cause it."""
+"""The largest relative change that counts as no change."""
 
 SLOWER, FASTER, SAME, INCONCLUSIVE, NEW, GONE = "slower", "faster", "no change", "inconclusive", "new", "gone"
 DEVICE = " (device)"
@@ -55,10 +55,10 @@ NOTEWORTHY = 0.05
 """The minimum relative change of an endpoint's mean time for which the report names a cause."""
 
 MOSTLY = 0.5
-"""The minimum share of the time in similar calls for a statement on whether the load caused a change."""
+"""The minimum share of similar work that is needed to judge the effect of the load."""
 
 CLEAR = 1.0
-"""The limit of `detectable_ratio` for the verdict that a call path is unchanged."""
+"""The largest `detectable_ratio` with which a call path counts as unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class Comparison(View):
             f"Time unit: {self._options.unit}",
         ]
 
-    def _bound_rows(self, changes: Sequence[Change]) -> tuple[Change, ...]:
+    def _limit_rows(self, changes: Sequence[Change]) -> tuple[Change, ...]:
         sums = ("calls_before", "calls_after", "share_ratio")
         return limit_rows(
             changes, self._options, lambda change: 1, lambda rows: sum_omitted_rows(rows, sums, path=(), verdict="-")
@@ -257,7 +257,7 @@ class Comparison(View):
     def sections(self) -> list[Section]:
         return [
             Section(
-                "Like work", self._bound_rows([change for change in self.changes if change.ratio is not None]),
+                "Like work", self._limit_rows([change for change in self.changes if change.ratio is not None]),
                 "name=Call path|verdict=Verdict|change_text=Change|limits_text=Between|cost_ns=Cost|"
                 "detectable_ratio=Seen from|matched_ratio=Alike|share_ratio=Of all|"
                 "+calls_before=Calls before|+calls_after=Calls after",
@@ -269,7 +269,7 @@ class Comparison(View):
                 ),
             ),
             Section(
-                "Other call paths", self._bound_rows([change for change in self.changes if change.ratio is None]),
+                "Other call paths", self._limit_rows([change for change in self.changes if change.ratio is None]),
                 "name=Call path|verdict=Verdict|calls_before=Calls before|calls_after=Calls after|"
                 "mean_before_ns=Mean before|mean_after_ns=Mean after",
                 (
@@ -312,7 +312,7 @@ def compare(before: Sequence[Recording], after: Sequence[Recording], options: Op
     """Return the comparison of recordings before and after a change. With three or more runs on each side, runs are
     compared, otherwise blocks of calls. Raises `InstrumentError` without scipy."""
     names = sorted({name for recording in (*before, *after) for name in find_size_attributes(recording.columns)})
-    sides = _make_side(before, names), _make_side(after, names)
+    sides = _collect_calls(before, names), _collect_calls(after, names)
     paths = [
         path
         for path in {**sides[0].work, **sides[1].work}
@@ -362,7 +362,7 @@ def _compare_path(path: tuple[str, ...], sides: tuple[_Side, _Side], level: floa
     )
 
 
-def _make_side(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
+def _collect_calls(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
     parts: dict[tuple[str, ...], list[CallSample]] = defaultdict(list)
     request_count = 0
     for run, recording in enumerate(runs):
@@ -402,7 +402,7 @@ def _measure_covariates(trace: Columns, joined: Joined, names: Sequence[str]) ->
     begins, ends = np.sort(trace.start_ns[requests]), np.sort(trace.end_ns[requests])
     sizes = np.bincount(served.batch, minlength=len(trace))
     weights = np.bincount(served.batch, served.weight / THOUSANDTHS, minlength=len(trace))
-    batch = nearest_at_or_above(trace.parent, sizes > 0)
+    batch = find_nearest_row(trace.parent, sizes > 0)
     outside = np.flatnonzero(batch == NONE)  # load acts on a batch by what is in it
     starts = trace.start_ns[outside]
     in_flight = np.zeros(len(trace))
@@ -457,13 +457,13 @@ def _compare_slowest_requests(
     for side, recording in ((side, run) for side, runs in zip(sides, (before, after), strict=True) for run in runs):
         (rows, _), grouped = recording.complete_requests, request_groups(recording, options)
         of_rows, walls = (grouped.group[recording.joined.of[rows]], recording.columns.total_ns[rows])
-        for members in Groups(of_rows, len(grouped.names)).members():
+        for members in Groups(of_rows, len(grouped.names)).list_rows():
             side[grouped.names[of_rows[members[0]]]].append(walls[members])
     rows_by_count = []
     for name in sides[0].keys() & sides[1].keys():
         times = [np.sort(np.concatenate(side[name])) for side in sides]
         p99s_ns = [percentiles_of_times(values.tolist(), (0.99,))[0] for values in times]
-        limits = [p99_limits(values) for values in times]
+        limits = [estimate_p99_limits(values) for values in times]
         rows_by_count.append(SlowestRequests(name, len(times[0]), len(times[1]), p99s_ns[0], p99s_ns[1], *limits))
     return sorted(rows_by_count, key=lambda row: (-row.requests_after, row.name))
 

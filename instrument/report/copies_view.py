@@ -22,7 +22,7 @@ from instrument.trace.columns import Columns, Int64s
 from instrument.trace.indices import Groups, number_by_first_occurrence
 
 ACROSS = ("h2d", "d2h")
-"""The directions between host and device. A call waits for such a copy unless the copy is asynchronous."""
+"""The directions of copies between host and device."""
 
 ENDS = {
     "h2d": "h2d (host to device)",
@@ -182,7 +182,7 @@ def copies(recording: Recording, options: Options) -> CopiesView:
     heaviest = sorted(uses, key=lambda use: -use.moved_bytes)
     shown = limit_rows(heaviest, options, lambda use: use.device_ns or use.host_ns, make_row_summer(*SUMS))
     return CopiesView(
-        coverage=Coverage.of_recording(recording),
+        coverage=Coverage.measure_coverage(recording),
         directions=tuple(sum_by_direction(uses)),
         calls=tuple(sorted(shown, key=lambda use: (bool(use.remaining), *_rank_of_copy(use)))),
         is_ours=recording.trace.origin.recorder != "other",

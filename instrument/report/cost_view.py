@@ -176,7 +176,7 @@ def cost(recording: Recording, options: Options) -> InstrumentationCost:
         notes=recording.notes if stats is None else tuple(stats.notes),
         muted=muted,
         rings=None if stats is None else RingUse(stats.held_rows, stats.ring_rows, stats.ring_bytes),
-        coverage=Coverage.of_recording(recording),
+        coverage=Coverage.measure_coverage(recording),
         device_asked=device_asked,
         device_missing=dict(sorted(reasons.items(), key=lambda item: (-item[1], item[0] != NO_EVENTS, item[0]))),
         _options=options,
@@ -200,7 +200,7 @@ def _split_cost(spent: Cost, stats: InstrumentationStats | None, window_ns: int)
 def _site_costs(recording: Recording, spent: Cost, options: Options) -> tuple[SiteCost, ...]:
     tally, stats = recording.totals(merged=True), recording.stats
     tree = tally.tree
-    keys = tree.first_site_by_key()
+    keys = tree.number_sites_by_key()
     sums = tally.sum_by_group(np.asarray(keys)[tally.site_of], len(keys))
     each_ns = [spent.per_call_ns] * len(keys) if stats is None else stats.added_ns(tree.sites[: len(keys)])
     numbers = zip(tree.sites, sums["calls"].tolist(), each_ns, sums["total_ns"].tolist(), strict=False)

@@ -24,9 +24,9 @@ from instrument.trace.intervals import (
     are_in_window,
     clip_intervals,
     lengths_by_group,
+    make_union,
     measure_intersection,
     measure_overlap,
-    union,
     union_by_group,
 )
 
@@ -188,7 +188,7 @@ def measure_utilisation(recording: Recording) -> Utilisation:
     owner = recording.topmost_requests
     whole, cut = recording.find_requests_within(owner)
     is_request = trace.are_of_kind("request")
-    in_flight = union(*clip_intervals(trace.start_ns[is_request], trace.end_ns[is_request], window))
+    in_flight = make_union(*clip_intervals(trace.start_ns[is_request], trace.end_ns[is_request], window))
     intervals = trace.device
     is_timed = intervals.is_measured
     is_inside = are_in_window(intervals.start_ns, intervals.end_ns, window)
@@ -197,7 +197,7 @@ def measure_utilisation(recording: Recording) -> Utilisation:
         of_device = intervals.device == device
         outside, inside = int((of_device & is_timed & ~is_inside).sum()), intervals.select(of_device).clip_to(window)
         if outside or inside.is_measured.any():
-            endpoints = _endpoint_uses(trace, inside.select(inside.is_measured), owner, whole)
+            endpoints = _sum_by_endpoint(trace, inside.select(inside.is_measured), owner, whole)
             devices.append(_device_use(trace, device, inside, window, in_flight, outside, endpoints))
     asking_count, untimed = find_spans_without_device_time(trace)
     return Utilisation(
@@ -243,14 +243,14 @@ def _device_use(
     work = inside.select(inside.is_measured)
     busy = work.union()
     is_copy = trace.are_of_kind("copy")[work.row]
-    compute, copies = (union(work.start_ns[mask], work.end_ns[mask]) for mask in (~is_copy, is_copy))
+    compute, copies = (make_union(work.start_ns[mask], work.end_ns[mask]) for mask in (~is_copy, is_copy))
     hidden_ns, window_ns, busy_ns = measure_intersection(compute, copies), window[1] - window[0], busy.length_ns()
     in_flight_ns = in_flight.length_ns()
     starved_ns = in_flight_ns - measure_intersection(busy, in_flight)
     streams, unions = list[StreamUse](), list[Union]()
     for stream in find_distinct(work.stream).tolist():
         starts, ends = (times[work.stream == stream] for times in (work.start_ns, work.end_ns))
-        unions.append(union(starts, ends))
+        unions.append(make_union(starts, ends))
         summed_ns, stream_ns = sum((ends - starts).tolist()), unions[-1].length_ns()
         streams.append(StreamUse(stream, len(starts), summed_ns, stream_ns, compute_share(stream_ns, window_ns)))
     overlap_ns, most_streams = measure_overlap(unions)
@@ -280,12 +280,12 @@ def _device_use(
         outside=outside,
         streams=tuple(streams),
         labels=tuple(sorted(labels, key=lambda use: (-use.intervals, use.label))),
-        names=_name_uses(trace, work, busy_ns),
+        names=_sum_by_name(trace, work, busy_ns),
         endpoints=endpoints,
     )
 
 
-def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tuple[NameUse, ...]:
+def _sum_by_name(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tuple[NameUse, ...]:
     """Return the device time of spans by name and kind. Overlapping intervals of one call count once."""
     keys, of_site = trace.describe_sites(lambda site: (site.name, site.kind))
     begins = np.flatnonzero(np.diff(work.row, prepend=NONE))  # the intervals of a call are adjacent
@@ -306,7 +306,7 @@ def _name_uses(trace: Columns, work: DeviceIntervals, device_busy_ns: int) -> tu
     return tuple(sorted(uses, key=lambda use: (-use.summed_ns, use.name, use.kind)))
 
 
-def _endpoint_uses(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: Int64s) -> tuple[EndpointUse, ...]:
+def _sum_by_endpoint(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: Int64s) -> tuple[EndpointUse, ...]:
     places = index_rows(whole, len(trace))[owner[work.row]]  # a span without an owner has the last one, `NONE`
     has = places != NONE
     starts = np.maximum(work.start_ns[has], trace.start_ns[whole[places[has]]])
@@ -316,7 +316,7 @@ def _endpoint_uses(trace: Columns, work: DeviceIntervals, owner: Int32s, whole: 
     busy_ns = work.union().length_within(trace.start_ns[whole[used]], trace.end_ns[whole[used]])
     names, of_site = trace.describe_sites(attrgetter("name"))
     endpoints = []
-    for members in Groups(of_site[trace.site[whole[used]]], len(names)).members():
+    for members in Groups(of_site[trace.site[whole[used]]], len(names)).list_rows():
         columns = trace.total_ns[whole[used[members]]], own_ns[used[members]], busy_ns[members]
         wall_ns, own, busy = (sum(column.tolist()) for column in columns)
         name = trace.sites[trace.site[whole[used[members[0]]]]].name

@@ -74,7 +74,7 @@ class DeviceRow:
         return replace(self, mean=mean, least=least, most=most, total=total)
 
 
-def make_device_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
+def make_gauge_rows(samples: Iterable[Sample]) -> list[DeviceRow]:
     values_by_gauge: dict[tuple[int, str], list[float]] = {}
     for sample in samples:
         values = values_by_gauge.setdefault((sample.device, sample.name), [])
@@ -146,7 +146,7 @@ def summarise_gauges(samples: Sequence[Sample], gpus: Sequence[Gpu], options: Op
     gaps = [after - before for times_ns in times_by_gauge.values() for before, after in pairwise(times_ns)]
     read_ns = samples[-1].at_ns - samples[0].at_ns if samples else 0
     interval_ns = sorted(gaps)[len(gaps) // 2] if gaps else None
-    return DeviceSummary(read_ns, interval_ns, tuple(gpus), tuple(make_device_rows(samples)), options)
+    return DeviceSummary(read_ns, interval_ns, tuple(gpus), tuple(make_gauge_rows(samples)), options)
 
 
 def printed_unit(name: str) -> tuple[str, float]:
@@ -225,7 +225,7 @@ def device(recording: Recording, options: Options) -> DeviceView:
     facts = recording.trace
     use = recording.compute_once(measure_utilisation)
     return DeviceView(
-        coverage=Coverage.of_recording(recording),
+        coverage=Coverage.measure_coverage(recording),
         gauges=summarise_gauges(facts.samples, facts.gpus, options) if facts.samples else None,
         devices=tuple(
             replace(

@@ -24,7 +24,7 @@ from instrument.trace.indices import number_combinations, rank_distinct
 Floats = NDArray[np.float64]
 
 LEAST_CALLS = 200
-"""The minimum number of similar calls in each sample to compare blocks of calls. Smaller blocks would be correlated."""
+"""The minimum number of similar calls in each sample to compare blocks of calls."""
 
 LEAST_OF_STRATUM = 5
 """The minimum number of calls that a stratum must have in each sample to be used."""
@@ -101,7 +101,7 @@ def _binomial_quantile(ratio: float, count: int, chance: float) -> int:
     return number - 1 if number > 0 and functions.bdtr(number - 1, count, chance) >= ratio else number
 
 
-def p99_limits(values: Int64s) -> tuple[int | None, int | None]:
+def estimate_p99_limits(values: Int64s) -> tuple[int | None, int | None]:
     """Return the 95 % confidence limits of the 99th percentile. Values must be independent. With fewer than 370 values,
     the upper limit is None."""
     if not len(values):

@@ -123,7 +123,7 @@ class Answers(NamedTuple):
     longest_gap_ns: Int64s
 
     @classmethod
-    def of(cls, attributes: Attributes, rows: Int64s) -> Answers:
+    def read_answers(cls, attributes: Attributes, rows: Int64s) -> Answers:
         return cls(*(read_integer_attribute(attributes, name, rows) for name in ANSWER_FACTS))
 
     def select_answers(self, places: Int64s) -> Answers:
@@ -146,12 +146,12 @@ class Answers(NamedTuple):
             sum(streamed.items.tolist()),
             first_p50_ns,
             first_p99_ns,
-            *_percentiles_of_known(per_item_ns),
+            *_compute_percentiles(per_item_ns),
             None if longest_ns == NONE else longest_ns,
         )
 
 
-def _percentiles_of_known(times: Int64s) -> tuple[int | None, int | None]:
+def _compute_percentiles(times: Int64s) -> tuple[int | None, int | None]:
     sorted_ns = np.sort(times[times != NONE]).tolist()
     if not sorted_ns:
         return None, None
@@ -237,7 +237,7 @@ class CompleteRequests:
     time_ns: Int64s
 
     @classmethod
-    def of(cls, trace: Columns, joined: Joined, ledger: Ledger, rows: Int64s) -> CompleteRequests:
+    def collect_requests(cls, trace: Columns, joined: Joined, ledger: Ledger, rows: Int64s) -> CompleteRequests:
         names, of_site = trace.describe_sites(attrgetter("name"))
         places = joined.of[rows]
         request = index_rows(places, len(joined.rows))[ledger.request]
@@ -254,7 +254,7 @@ class CompleteRequests:
             failed=trace.error[rows] != NONE,
             broken_off=np.isin(rows, trace.attributes.rows_with_attribute(OUTCOME)) & (trace.error[rows] == NONE),
             unknown_ns=unknown_ns,
-            answers=Answers.of(trace.attributes, rows),
+            answers=Answers.read_answers(trace.attributes, rows),
             parts=ledger.names,
             request=request,
             part=part,
@@ -398,8 +398,8 @@ def times_by_tokens(
                         compute_share(sum(cached[of_cached].tolist()), sum(inputs[of_cached].tolist())),
                         p50_ns,
                         p99_ns,
-                        *_percentiles_of_known(prefill_ns[places]),
-                        *_percentiles_of_known(token_ns[places]),
+                        *_compute_percentiles(prefill_ns[places]),
+                        *_compute_percentiles(token_ns[places]),
                     )
                 )
     return tuple(rows)

@@ -22,19 +22,19 @@ from instrument.recording.tally import Records, Tally, Totals, sum_all_lines, su
 from instrument.report.table import Ratio, code_location_of, compute_share
 from instrument.report.view import Options, SortKey
 from instrument.trace.columns import Bools, Int64s
-from instrument.trace.indices import NONE, Members, find_least_at_or_below, nearest_above
+from instrument.trace.indices import NONE, Members, find_ancestor, find_least_at_or_below
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
 INSTANTIATED = ("op", "layer")
 """The kinds of span that have a row for each instance with the tracer option `AllOpDetail`."""
 
 TIMES = {"All": "elapsed_ns", "CPU": "total_ns", "GPU": "device_ns"}
-"""The field of the tally in the Total column for each value of the option `state`."""
+"""The tally field that the Total column shows, for each value of the option `state`."""
 
 ROOT = 0
 
 ROW, PHASE, COPY, INSTANCE = (role << 28 for role in range(4))
-"""The roles of table entries, in the high bits. The low bits are the number of the first site with the entry's name."""
+"""The roles of table entries, which are stored in the high bits of an entry's level."""
 ROLES = INSTANCE
 
 
@@ -44,7 +44,7 @@ class NameTree:
 
     def __init__(self, tally: Tally, tracer_option: str) -> None:
         self._tally = tally
-        levels_of_site, site_of, parents = _levels_of_sites(tally, tracer_option), tally.site_of.tolist(), tally.parents
+        levels_of_site, site_of, parents = _find_levels(tally, tracer_option), tally.site_of.tolist(), tally.parents
         # The number of the first tally line at or below each node, or the number of all lines without one.
         own_line = np.full(len(parents), len(tally.lines), dtype=np.int64)
         own_line[tally.lines["node"][::-1]] = np.arange(len(tally.lines))[::-1]
@@ -79,7 +79,7 @@ class NameTree:
     def __len__(self) -> int:
         return len(self.parents)
 
-    def sum_with_device_time_below(self, thread: int | None) -> tuple[Records, set[int]]:
+    def sum_entries(self, thread: int | None) -> tuple[Records, set[int]]:
         """Return a thread's sums for each entry, and the entries whose device time includes the calls below them.
         `thread` is None for all threads."""
         sums = self._tally.sum_by_group(np.where(self._visible, self._entry_of, NONE), len(self), thread)
@@ -88,7 +88,7 @@ class NameTree:
             sums = sum_lines(np.concatenate([sums, sums[self._instances]]), entries, len(self))
         self._add_hidden_phases(sums, thread)
         below = set[int]()
-        for node, more_ns in self._tally.device_times_below(thread).items():
+        for node, more_ns in self._tally.find_missing_device_ns(thread).items():
             entry = int(self._entry_of[node]) if self._visible[node] else NONE
             while entry != NONE:
                 sums["device_ns"][entry] += more_ns
@@ -179,7 +179,7 @@ class NameTree:
     @cached_property
     def _instance_numbers(self) -> dict[int, int]:
         """The number of each instance among its siblings, from 0 in the order of first calls."""
-        first_ns, _ = self.compute_sort_values(self.sum_with_device_time_below(None)[0], "first_ns", least=True)
+        first_ns, _ = self.compute_sort_values(self.sum_entries(None)[0], "first_ns", least=True)
         above = self.parents[self._instances]
         order = np.lexsort((first_ns[self._instances], above))
         numbers = np.arange(len(order)) - np.searchsorted(above[order], above[order])
@@ -192,7 +192,7 @@ class NameTree:
 def make_entry_sorter(tree: NameTree, sums: Records, options: Options) -> Callable[[int], tuple[list[int], list[int]]]:
     """Return a function that divides an entry's children into two lists: the children to print, sorted, and those to
     omit."""
-    key, part = SortKey.of_options(options), options.sorted_by.rpartition("_")[0]
+    key, part = SortKey.parse_sort_key(options), options.sorted_by.rpartition("_")[0]
     of_part = {"cpu": "total_ns", "gpu": "device_ns"}.get(part, TIMES[options.state])
     field = {"calls": "calls", "max": "max_ns", "min": "min_ns"}.get(key.column, of_part)
     weight, is_known = tree.compute_sort_values(sums, field, per_call=key.column == "ave", least=key.ascending)
@@ -237,7 +237,7 @@ def _mask_kept_entries(
     return is_kept
 
 
-def _levels_of_sites(tally: Tally, tracer_option: str) -> list[tuple[int, int, int]]:
+def _find_levels(tally: Tally, tracer_option: str) -> list[tuple[int, int, int]]:
     """Return three tree levels for each site. The first is the level of its name, the second of its instance. The third
     replaces both for a topmost site. `NONE` means no level."""
     tree, hides_phases = tally.tree, tracer_option == "Default"
@@ -245,7 +245,7 @@ def _levels_of_sites(tally: Tally, tracer_option: str) -> list[tuple[int, int, i
     columns = zip(
         tree.map_sites(KIND),
         tree.number_sites(NAME),
-        tree.first_site_by_key(),
+        tree.number_sites_by_key(),
         tree.number_sites(_fluid_copy_name),
         strict=False,
     )
@@ -334,11 +334,11 @@ def make_event_blocks(tally: Tally, options: Options) -> tuple[EventsBlock, ...]
     numbers = {thread: number for number, thread in enumerate(tally.threads)}
     blocks = []
     for thread in shown:
-        sums, with_calls_below = tree.sum_with_device_time_below(thread)
+        sums, with_calls_below = tree.sum_entries(thread)
         total_ns = tree.total_ns(sums, options.state)
         if total_ns is None:
             full = full or NameTree(tally, "OpDetail")
-            total_ns = full.sum_topmost_calls_ns(full.sum_with_device_time_below(thread)[0], options.state)
+            total_ns = full.sum_topmost_calls_ns(full.sum_entries(thread)[0], options.state)
         number, name = (None, "") if thread is None else (numbers[thread], tally.threads[thread])
         rows = _make_event_rows(tree, thread, sums, with_calls_below, total_ns, options)
         blocks.append(EventsBlock(thread, number, name, total_ns, tuple(rows)))
@@ -400,7 +400,7 @@ def _make_event_rows(
 def mask_topmost_nodes(tally: Tally, say: Callable[[Site], bool]) -> Bools:
     """Return a mask of the topmost nodes among those whose site `say` accepts."""
     marked = np.array([*tally.tree.map_sites(say), False], dtype=np.bool_)[tally.site_of]
-    return np.asarray(marked & (nearest_above(tally.parents, marked) == NONE))
+    return np.asarray(marked & (find_ancestor(tally.parents, marked) == NONE))
 
 
 def sum_topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, Totals]:
@@ -414,5 +414,5 @@ def sum_topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, 
 def sum_topmost_nodes(tally: Tally, say: Callable[[Site], bool]) -> Totals:
     groups = np.where(mask_topmost_nodes(tally, say), 0, NONE)
     totals = Totals._make(tally.sum_by_group(groups, 1)[0].tolist())
-    below_ns = sum(more_ns for node, more_ns in tally.device_times_below(None).items() if groups[node] == 0)
+    below_ns = sum(more_ns for node, more_ns in tally.find_missing_device_ns(None).items() if groups[node] == 0)
     return totals._replace(device_ns=totals.device_ns + below_ns)

@@ -26,7 +26,6 @@ from instrument.report.table import (
     LINE,
     MISSING,
     Ratio,
-    column_width,
     compact_number,
     compute_share,
     format_six_digits,
@@ -34,6 +33,7 @@ from instrument.report.table import (
     make_section_title_lines,
     make_table_lines,
     make_title_lines,
+    measure_width,
     printable,
     shorten,
 )
@@ -44,13 +44,13 @@ COLUMNS = {
     "default": "first call", "calls": "number of calls", "total": "total time", "max": "maximum time",
     "min": "minimum time", "ave": "average time",
 }  # fmt: skip
-"""The printed name of each sort key's column."""
+"""The printed name of the column for each sort key."""
 
 WIDE = 160
-"""The width of fluid's lines, in columns."""
+"""The width in columns of lines in Paddle's fluid profiler."""
 
 NAME_LIMIT = 64
-"""The maximum width of a name with its indent and thread, in columns. PaddlePaddle's longest names fit."""
+"""The maximum width in columns of a name with its indent and thread."""
 DETAIL_LEAST = 12
 """The minimum number of free columns after an instance's name to print the instance's detail."""
 INDENT_LIMIT = 12
@@ -65,7 +65,7 @@ DIGITS = ((6, 6), (6, 5), (6, 4), (5, 4), (4, 4))
 used."""
 EXPONENT = 3
 SAMPLE = 100
-"""The number of rows, from the first, that are examined to choose the number of digits."""
+"""The number of first rows that determine the number of digits."""
 
 DECIMALS = {unit: len(str(unit_ns)) - 1 for unit, unit_ns in UNITS.items()}
 """The number of decimals that show single nanoseconds, for each unit of time."""
@@ -104,7 +104,7 @@ def split_overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
     kinds, sites = tally.tree.map_sites(KIND), tally.tree.sites
     computes = _is_operation if any(tally.tree.map_sites(is_operator)) else _is_computation
     is_known = any(tally.tree.map_sites(computes))
-    is_service = "request" in kinds or tally.has_values("waiting_ns") or any(site.suspends for site in sites)
+    is_service = "request" in kinds or tally.is_field_nonzero("waiting_ns") or any(site.suspends for site in sites)
     if state == "GPU" or not is_service:
         return Overhead(total_ns, getattr(sum_topmost_nodes(tally, computes), TIMES[state]) if is_known else None)
     whole_ns, *parts_ns = _split_service_time(tally, state, computes)
@@ -270,7 +270,7 @@ def events(recording: Recording, options: Options) -> Events:
         overhead=split_overhead(tally, total_ns, options.state) if of_all else None,
         copies=sum_copies_by_synchronicity(tally, total_ns, options.state) if of_all else (),
         probes_ns=probes_ns,
-        has_device_time=tally.has_values("device_ns"),
+        has_device_time=tally.is_field_nonzero("device_ns"),
         _options=options,
     )
 
@@ -300,7 +300,7 @@ def sum_copies_by_synchronicity(tally: Tally, total_ns: int, state: str) -> tupl
 def _list_heading_lines(view: Events, blocks: Sequence[EventsBlock]) -> list[str]:
     options, merged = view._options, blocks[0].thread is None
     base = "Total time" if merged else "the thread's Total time"
-    key, (part, _, _) = SortKey.of_options(options), options.sorted_by.rpartition("_")
+    key, (part, _, _) = SortKey.parse_sort_key(options), options.sorted_by.rpartition("_")
     column, is_ascending = COLUMNS[key.column], key.ascending or key.column == "default"
     if part and key.column in ("total", "ave"):
         time = {"cpu": "host time", "gpu": "device time"}[part]
@@ -394,7 +394,7 @@ def _tree_table(
     line: int,
 ) -> list[str]:
     names = _format_names(rows, NAME_LIMIT)
-    longest, every = max(map(column_width, names), default=0), [row for _, row in rows]
+    longest, every = max(map(measure_width, names), default=0), [row for _, row in rows]
     for digits in DIGITS:
         header, cells = section_of(every[:SAMPLE], digits).cells(unit)
         if _name_width(header, cells, line) >= longest or digits == DIGITS[-1]:
@@ -416,7 +416,7 @@ def _format_names(rows: Sequence[tuple[EventsBlock, EventRow]], room: int) -> li
 
 
 def _name_width(header: Sequence[str], cells: Sequence[Sequence[str]], line: int) -> int:
-    widths = [max(column_width(cell) + GAP for cell in column) for column in zip(header, *cells, strict=True)][1:]
+    widths = [max(measure_width(cell) + GAP for cell in column) for column in zip(header, *cells, strict=True)][1:]
     return line - sum(widths) - GAP
 
 
@@ -437,7 +437,7 @@ def _format_name(row: EventRow, tag: str, room: int) -> str:
     before = "  " * min(row.depth, levels) + (f"({row.depth}) " if row.depth > levels else "")
     before += tag if row.depth == 0 else ""
     name = printable(row.name) or "(no name)"
-    spare = room - column_width(before) - column_width(name) - len(" []")
+    spare = room - measure_width(before) - measure_width(name) - len(" []")
     if row.instance and spare >= DETAIL_LEAST:
         return f"{before}{name} [{shorten(printable(row.instance), spare)}]"
     return before + shorten(name, room - len(before))

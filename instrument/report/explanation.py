@@ -21,7 +21,7 @@ import numpy as np
 from instrument.errors import TraceError
 from instrument.recording.spans import EXECUTOR_QUEUE
 from instrument.report import causes as listed
-from instrument.report.causes import CAUSES, CauseTimes, Proof, measure_pressure, read_host_gauges
+from instrument.report.causes import CAUSES, CauseTimes, Proof, measure_resource_wait, read_host_gauges
 from instrument.report.request_groups import attribute_values, choose_places_evenly, mask_known_endpoint
 from instrument.report.request_life import find_requests_by_key
 from instrument.report.requests_view import A_REQUEST
@@ -46,20 +46,19 @@ from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 
 LEAST_BLOCKS, DEVIATIONS = 8, 4.0
-"""The minimum number of blocks of requests to estimate the usual spread, and the number of standard deviations that
-count as usual."""
+"""The minimum number of request blocks for an estimate of the usual spread, and its limit in standard deviations."""
 
 MOSTLY = 0.5
-"""The minimum share of the excess that a cause must account for to explain it."""
+"""The minimum share of the excess for which a cause counts as the explanation."""
 
 LEAST_SHARE = 0.05
-"""The smallest excess that is explained, as a share of the typical time. A request with less counts as typical."""
+"""The excess up to which a request counts as typical, as a share of the typical time."""
 
 MORE_STEPS = "more steps"
-"""The text in place of a cause's call path if the request had more engine steps than typical ones."""
+"""The text that replaces a call path if the request had more engine steps than usual."""
 
 NEARLY = 0.75
-"""The least share of a slowdown with which waits for a processor or for memory count as its whole cause."""
+"""The minimum share of a slowdown for which a lack of processors or memory counts as its whole cause."""
 
 NOTABLE = 0.01
 """The minimum share of the excess that a cause needs for a row in the table of causes."""
@@ -254,7 +253,7 @@ def explain(recording: Recording, choice: RequestChoice, options: Options) -> li
             f"found no whole request in the time and of the endpoint that are given, of {len(joined.rows)}"
         )
     if choice.slowest is None and (choice.since_ns is not None or choice.until_ns is not None):
-        return [explain_window(recording, places, options)]
+        return [explain_mean(recording, places, options)]
     order = np.argsort(-trace.total_ns[joined.rows[places]], kind="stable")[: choice.slowest or 1]
     return [explain_request(recording, place, options) for place in places[order].tolist()]
 
@@ -270,11 +269,11 @@ def explain_request(recording: Recording, place: int, options: Options) -> Expla
     evidence = _Evidence(recording, np.array([place]), middle, arrivals, options, is_like=is_like)
     if len(places) < ENOUGH:
         doubt = f"the recording has {len(places)} other requests of the endpoint, {ENOUGH} are needed"
-        return evidence.add_causes(1, doubt=doubt)
-    return evidence.add_causes(1, len(places), estimate_slow_threshold_ns(walls, len(joined.rows)))
+        return evidence.explain_excess(1, doubt=doubt)
+    return evidence.explain_excess(1, len(places), estimate_slow_threshold_ns(walls, len(joined.rows)))
 
 
-def explain_window(recording: Recording, places: Int64s, options: Options) -> Explanation:
+def explain_mean(recording: Recording, places: Int64s, options: Options) -> Explanation:
     """Return the explanation of the mean of requests. Only requests of the endpoint with the most time are
     explained."""
     trace, joined = recording.columns, recording.joined
@@ -292,15 +291,15 @@ def explain_window(recording: Recording, places: Int64s, options: Options) -> Ex
     evidence = _Evidence(recording, targets, typical, window, options, is_like=True)
     if len(outside) < ENOUGH:
         doubt = f"the recording has {len(outside)} requests of the endpoint outside of the time, {ENOUGH} are needed"
-        return evidence.add_causes(len(places), doubt=doubt)
+        return evidence.explain_excess(len(places), doubt=doubt)
     blocks = len(outside) // len(places)
     if blocks < LEAST_BLOCKS:
         doubt = "the recording is too short to know the usual spread of as many requests"
-        return evidence.add_causes(len(places), len(outside), doubt=doubt)
+        return evidence.explain_excess(len(places), len(outside), doubt=doubt)
     means = walls[outside[: blocks * len(places)]].reshape(blocks, -1).mean(axis=1)
     median = float(np.median(means))
     deviation = 1.4826 * float(np.median(np.abs(means - median)))  # the standard one if they are normal
-    return evidence.add_causes(len(places), len(outside), median + DEVIATIONS * deviation)
+    return evidence.explain_excess(len(places), len(outside), median + DEVIATIONS * deviation)
 
 
 class _Evidence:
@@ -324,7 +323,7 @@ class _Evidence:
         open_share = float(walls[places].mean()) / max(end_ns - begin_ns, 1)  # a pressure meets all
         gauges, self._pressure_ns = read_host_gauges(recording.trace, times.find_threads(places)), dict[str, float]()
         for cause in listed.PRESSURES:
-            if pressure := measure_pressure(gauges, cause, recording.trace, begin_ns, end_ns):
+            if pressure := measure_resource_wait(gauges, cause, recording.trace, begin_ns, end_ns):
                 waited_ns, usual_share = pressure
                 self._pressure_ns[cause] = max(waited_ns - usual_share * (end_ns - begin_ns), 0.0) * open_share
         begins = trace.start_ns[rows]
@@ -333,7 +332,7 @@ class _Evidence:
         whole_ns = max(int(begins[-1] - begins[0]), 1)
         self._arrived, self._usually_arrive = last - first, len(begins) * self._arrival_ns / whole_ns
 
-    def add_causes(self, requests: int, alike: int = 0, most_ns: float = 0.0, doubt: str = "") -> Explanation:
+    def explain_excess(self, requests: int, alike: int = 0, most_ns: float = 0.0, doubt: str = "") -> Explanation:
         """Return the explanation with its causes and its verdict. Wall times up to `most_ns` are usual. A `doubt` makes
         the verdict inconclusive. If no requests can be compared (`alike` is 0), there are no causes."""
         trace, joined = self._recording.columns, self._recording.joined
@@ -405,15 +404,15 @@ class _Evidence:
         if not self._is_like and steps > usual_steps:
             more_work_ns = served_ns * (1 - usual_steps / steps)
             path = f"{MORE_STEPS}, {steps:.4g} where {usual_steps:.4g} are typical"
-            claims.append(_make_claim(listed.OWN, path, more_work_ns, 0.0))
+            claims.append(_make_cause_share(listed.OWN, path, more_work_ns, 0.0))
             served_ns -= more_work_ns
         if self._arrived > self._usually_arrive + 3 * math.sqrt(self._usually_arrive) + 1:
             spent_ns, usual_ns = queued_ns + served_ns, usually_queued_ns + usually_served_ns
-            claims.append(_make_claim(listed.BURST, "", spent_ns, usual_ns))
+            claims.append(_make_cause_share(listed.BURST, "", spent_ns, usual_ns))
         elif queued_ns > usually_queued_ns:
             causes = (listed.SLOW, listed.PREFILL, listed.PADDING, listed.FIRST, listed.DEVICE, listed.COPY)
-            lead = max((claim for claim in claims if claim.name in causes), key=_excess_of)
-            if _excess_of(lead) > (queued_ns - usually_queued_ns) / 4:  # the queue grew meanwhile
+            lead = max((claim for claim in claims if claim.name in causes), key=_compute_excess)
+            if _compute_excess(lead) > (queued_ns - usually_queued_ns) / 4:  # the queue grew meanwhile
                 claims.remove(lead)
                 time_ns, typical_ns = lead.time_ns + round(queued_ns), lead.typical_ns + round(usually_queued_ns)
                 claims.append(replace(lead, time_ns=time_ns, typical_ns=typical_ns))
@@ -432,29 +431,29 @@ class _Evidence:
         path = max(more_ns, key=lambda path: more_ns[path], default="")
         if len(more_ns) > 1 and more_ns[path] < MOSTLY * (spent_ns - usual_ns):
             path = listed.SPREAD
-        return _make_claim(cause, path, spent_ns, usual_ns)
+        return _make_cause_share(cause, path, spent_ns, usual_ns)
 
     def _move_time_to_pressure(self, claims: Sequence[CauseShare]) -> tuple[list[CauseShare], dict[str, str]]:
         """Move time from slow calls to processor contention or memory pressure, if gauges prove it. Also return reasons
         to doubt some causes."""
         extra_ns = self._pressure_ns
-        slowed = [claim for claim in claims if claim.name in SLOWED and _excess_of(claim) > 0]
-        slowed_ns = sum(map(_excess_of, slowed))
+        slowed = [claim for claim in claims if claim.name in SLOWED and _compute_excess(claim) > 0]
+        slowed_ns = sum(map(_compute_excess, slowed))
         likely = [name for name, ns in sorted(extra_ns.items(), key=lambda item: -item[1]) if ns >= MOSTLY * slowed_ns]
         if not likely or not slowed:
             return list(claims), {}
-        lead = max(slowed, key=_excess_of)
-        if lead.path != listed.SPREAD and _excess_of(lead) >= slowed_ns / 4:
+        lead = max(slowed, key=_compute_excess)
+        if lead.path != listed.SPREAD and _compute_excess(lead) >= slowed_ns / 4:
             return list(claims), {lead.name: f"{likely[0]} is as likely: the gauges show it in the same time"}
         doubts = {likely[0]: f"{likely[1]} is as likely: the gauges show both"} if len(likely) > 1 else {}
         moved_ns = slowed_ns if extra_ns[likely[0]] >= NEARLY * slowed_ns else extra_ns[likely[0]]
         remaining = [
-            replace(claim, time_ns=round(claim.time_ns - moved_ns * _excess_of(claim) / slowed_ns))
+            replace(claim, time_ns=round(claim.time_ns - moved_ns * _compute_excess(claim) / slowed_ns))
             if claim in slowed
             else claim
             for claim in claims
         ]
-        return [*remaining, _make_claim(likely[0], "", moved_ns, 0.0)], doubts
+        return [*remaining, _make_cause_share(likely[0], "", moved_ns, 0.0)], doubts
 
     def _add_proofs(self, share: CauseShare) -> CauseShare:
         proofs = tuple(self._times.find_proofs(self._slowest, share.name, share.path))
@@ -489,11 +488,11 @@ def _mean_times(sides: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
     return means
 
 
-def _excess_of(claim: CauseShare) -> float:
+def _compute_excess(claim: CauseShare) -> float:
     return claim.time_ns - claim.typical_ns
 
 
-def _make_claim(cause: str, path: str, spent_ns: float, usual_ns: float) -> CauseShare:
+def _make_cause_share(cause: str, path: str, spent_ns: float, usual_ns: float) -> CauseShare:
     """Return a cause that does not account for any excess yet. If the typical time is negative, both times are raised
     by the same amount, so that it becomes 0."""
     faster_ns = max(-usual_ns, 0.0)
@@ -505,8 +504,8 @@ def _divide_excess(
 ) -> tuple[list[CauseShare], tuple[CauseShare, ...], float]:
     """Return the causes that account for the excess, the largest first, all other causes, and the unexplained ns."""
     shares, rivals, remaining_ns = [], [], excess_ns
-    for claim in sorted(claims, key=lambda claim: (-_excess_of(claim), claim.name)):
-        accounted_ns = min(_excess_of(claim), remaining_ns)
+    for claim in sorted(claims, key=lambda claim: (-_compute_excess(claim), claim.name)):
+        accounted_ns = min(_compute_excess(claim), remaining_ns)
         if accounted_ns > NOTABLE * max(excess_ns, 0.0) and accounted_ns > 0:
             remaining_ns -= accounted_ns
             shares.append(replace(claim, accounted_ns=round(accounted_ns), ratio=accounted_ns / excess_ns))

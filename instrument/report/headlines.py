@@ -22,7 +22,7 @@ from instrument.report.request_groups import mask_requests_by_name
 from instrument.report.requests_view import RequestTimes, request_table
 from instrument.report.table import LINE, format_percent, format_time, printable, shorten
 from instrument.report.view import Options, Recording
-from instrument.trace.intervals import union
+from instrument.trace.intervals import make_union
 from instrument.trace.ledger import COPIES, LOCK, QUEUE, SHARE, STALL, SUB_REQUESTS, TRANSPORT, UNKNOWN, WAITING
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ NOTABLE_STOP = 0.05
 """The minimum share of the window for which blocked event loops or garbage collections get a headline."""
 
 SLOW = 1.2
-"""The minimum ratio of p99 to p50 for a headline."""
+"""The minimum ratio of p99 to p50 for a headline on the p99."""
 
 FULL = 0.8
 """Batches count as full if their mean size is at least this share of the largest size."""
@@ -95,7 +95,7 @@ MEANINGS: Mapping[str, PartMeaning] = {
     "load": PartMeaning("in the wait for input", "load it earlier, or with more workers", "benchmark"),
     "compute": PartMeaning("in layers of the model", "shorten the slowest layers", "ops"),
 }
-"""The words for each part of a request's time. Parts without an entry are phases of the service itself."""
+"""The words with which headlines describe each part of a request's time."""
 
 
 def find_headlines(
@@ -252,7 +252,7 @@ def _describe_collections(recording: Recording, window_ns: int, options: Options
     rows = np.flatnonzero(trace.are_of_sites([is_collection(site) for site in trace.sites]))
     if not len(rows) or not window_ns:
         return
-    ratio = union(trace.start_ns[rows], trace.end_ns[rows]).length_ns() / window_ns
+    ratio = make_union(trace.start_ns[rows], trace.end_ns[rows]).length_ns() / window_ns
     if ratio < NOTABLE_STOP:
         return
     longest = f"{format_time(int(trace.total_ns[rows].max()), options.unit)} {options.unit}"

@@ -69,15 +69,15 @@ MOST_ROWS = 4000
 """The maximum number of rows of the call tree. In each level a last row sums up the omitted ones."""
 
 DETAIL = "OpDetail"
-"""The tracer option of the page's call tree. Phases have rows, and all instances of a layer share one row."""
+"""The tracer option with which the page's call tree is made."""
 
 NEVER = -1
-"""The number for a missing parent or row. Existing rows have numbers from 0."""
+"""The number that represents a missing parent or row."""
 
 GREATEST = (1 << 63) - 1
 
 
-def _document_calls(recording: Recording, options: Options) -> tuple[dict[str, Any], list[str]]:
+def _encode_calls(recording: Recording, options: Options) -> tuple[dict[str, Any], list[str]]:
     """Return the rows of the call tree, parents first, with their widths in the chart, and a note on omitted rows."""
     asking = replace(options, tracer_option=DETAIL, threads="merged", state="All", rows=MOST_ROWS, corrected=False)
     blocks = events(recording, asking).blocks
@@ -133,10 +133,10 @@ MOST_READINGS = 200
 """The maximum number of readings that the page draws for each gauge of a device."""
 
 LANE_NAME = 160
-"""The maximum width of a name, in columns."""
+"""The maximum width in columns of a name in the charts of devices."""
 
 
-def _document_devices(recording: Recording, number_of: Int64s, most_stretches: int) -> tuple[dict[str, Any], list[str]]:
+def _encode_devices(recording: Recording, number_of: Int64s, most_stretches: int) -> tuple[dict[str, Any], list[str]]:
     """Return the device work and the gauges of a recording, and notes on omitted data. `number_of` maps a row of the
     trace to the number of its span in the page."""
     trace, kernels = recording.columns, KernelColumns.from_objects(recording.trace.kernels)
@@ -169,7 +169,7 @@ def _document_devices(recording: Recording, number_of: Int64s, most_stretches: i
         "name": name.reshape(-1).tolist(),
         "span": successive_differences(np.concatenate([number_of[intervals.row], none])[longest]),
         "label": np.concatenate([intervals.label, none])[longest].tolist(),
-        "gauges": [_document_gauge(recording, *key, values) for key, values in readings],
+        "gauges": [_encode_gauge(recording, *key, values) for key, values in readings],
     }
     sentences = []
     if omitted := len(length_ns) - len(longest):
@@ -194,7 +194,7 @@ def _read_gauges(recording: Recording) -> list[tuple[tuple[int, str, int], list[
     return sorted(readings.items(), key=lambda item: (item[0][0], places.get(item[0][1], len(places)), *item[0][1:]))
 
 
-def _document_gauge(
+def _encode_gauge(
     recording: Recording, device: int, name: str, pid: int, readings: list[tuple[int, float]]
 ) -> dict[str, Any]:
     some, gauge = readings[:: -(-len(readings) // MOST_READINGS)], GAUGES.get(name)
@@ -229,10 +229,10 @@ ON_PAGE = (
 """The views in the order of the page."""
 
 
-def _view_document(name: str, view: View, unit: str) -> dict[str, Any]:
+def _encode_view(name: str, view: View, unit: str) -> dict[str, Any]:
     sections = view.sections()
     full = [section for section in sections if section.rows]
-    tables = [_table_document(section, unit) for section in full[:MOST_TABLES]]
+    tables = [_encode_table(section, unit) for section in full[:MOST_TABLES]]
     shown: dict[str, Any] = {"name": name, "about": VIEWS[name][0].upper() + VIEWS[name][1:], "tables": tables}
     if len(full) > MOST_TABLES:
         more = len(full) - MOST_TABLES
@@ -243,7 +243,7 @@ def _view_document(name: str, view: View, unit: str) -> dict[str, Any]:
     return shown
 
 
-def _table_document(section: Section, unit: str) -> dict[str, Any]:
+def _encode_table(section: Section, unit: str) -> dict[str, Any]:
     columns: list[tuple[str, str, list[Any]]] = []
     for field, heading, _ in section.parse_columns():
         values = [field_value(row, field) for row in section.rows]
@@ -295,10 +295,10 @@ def page_document(
     the page smaller. Raises `TraceError` for an unknown request."""
     bounded = replace(options, rows=min(options.rows or MOST_TABLE_ROWS, MOST_TABLE_ROWS))
     kept_spans = KeptSpans(recording, options, request, MOST_SPANS // part)
-    calls, omitted_calls = _document_calls(recording, options)
-    devices, omitted_work = _document_devices(recording, kept_spans.number_of, MOST_STRETCHES // part)
+    calls, omitted_calls = _encode_calls(recording, options)
+    devices, omitted_work = _encode_devices(recording, kept_spans.number_of, MOST_STRETCHES // part)
     views = {name: VIEW_OF[name](recording, bounded) for name in ON_PAGE}
-    shown_views = [_view_document(name, view, options.unit) for name, view in views.items()]
+    shown_views = [_encode_view(name, view, options.unit) for name, view in views.items()]
     served = views["requests"]
     pictures = kept_spans.make_document(served.slowest if isinstance(served, RequestTimes) else ())
     shown = brief(recording, replace(options, rows=None))

@@ -25,9 +25,9 @@ from instrument.trace.indices import (
     NONE,
     Members,
     find_distinct,
+    find_nearest_row,
     index_rows,
-    mask_of,
-    nearest_at_or_above,
+    make_mask,
     number_combinations,
 )
 from instrument.trace.ledger import SHARE, UNKNOWN
@@ -41,13 +41,13 @@ def successive_differences(numbers: Int64s) -> list[int]:
 
 
 MOST_LISTED = 10_000
-"""The maximum number of requests in the list."""
+"""The maximum number of requests that the page lists."""
 
 MOST_SPANS = 200_000
 """The maximum number of spans in a page. They take about 1.5 MB."""
 
 TURNS_OF_A_BATCH = 3
-"""The assumed size of a request's batch in the page, as a number of spans."""
+"""The number of spans that take as much room in the page as one batch of a request."""
 
 TEXT_BYTES = 2_000_000
 """The maximum number of bytes for the attributes of all spans."""
@@ -111,9 +111,7 @@ class KeptSpans:
         by_place = Members(listed.of, len(listed.rows))
         served = listed.served
         batch_rows, number = np.unique(served.batch, return_inverse=True)
-        batch_of = index_rows(batch_rows, len(trace))[
-            nearest_at_or_above(trace.parent, mask_of(batch_rows, len(trace)))
-        ]
+        batch_of = index_rows(batch_rows, len(trace))[find_nearest_row(trace.parent, make_mask(batch_rows, len(trace)))]
         batches, below = Members(served.request, len(listed.rows), number), Members(batch_of, len(batch_rows))
         is_taken = np.zeros(len(trace), dtype=np.bool_)
         spans_left, room = self._most_spans, 2 * self._most_spans
@@ -145,7 +143,7 @@ class KeptSpans:
         texts = [(site.name or "(no name)", site.kind, site.instance, code_location_of(site)) for site in sites]
         return {
             "what": self.what,
-            "listed": self._list_document(slowest),
+            "listed": self._encode_requests(slowest),
             "spans": {
                 "start": successive_differences(trace.start_ns[rows] - self._recording.trace.start_ns),
                 "length": trace.total_ns[rows].tolist(),
@@ -165,7 +163,7 @@ class KeptSpans:
             "turns": self._turn_columns(),
             "pairs": self._batch_columns(),
             "attributes": self._attribute_texts(),
-            "lanes": self._name_lanes(
+            "lanes": self._encode_lanes(
                 list(zip(trace.thread_id[lanes].tolist(), trace.task_id[lanes].tolist(), strict=True))
             ),
         }
@@ -192,7 +190,7 @@ class KeptSpans:
             sentences.append(f"The attributes of {self._attributes_left:,} spans are left out.")
         return sentences
 
-    def _list_document(self, slowest: Sequence[SlowRequest]) -> dict[str, Any]:
+    def _encode_requests(self, slowest: Sequence[SlowRequest]) -> dict[str, Any]:
         trace, shown, listed = self._trace, self.shown, self.listed
         rows, of_shown = listed.rows[shown], list[dict[str, int]]()
         if self.what == "request":
@@ -236,7 +234,7 @@ class KeptSpans:
         failed = np.flatnonzero(errors != NONE)
         return dict(zip(failed.tolist(), np.searchsorted(self._errors, errors[failed]).tolist(), strict=True))
 
-    def _name_lanes(self, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    def _encode_lanes(self, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
         """Return the names of threads, and the numbers of thread and task for each lane of the page. A task number of 0
         means no task."""
         names, tasks, threads = self._recording.trace.threads, Counter[int](), dict[int, int]()
@@ -289,7 +287,7 @@ class KeptSpans:
         """Return the attributes of spans by the span's number in the page. Requests come first, because all attributes
         together have at most `TEXT_BYTES`."""
         trace, texts_by_span, room = self._trace, dict[int, dict[str, str]](), TEXT_BYTES
-        is_listed = mask_of(self.listed.rows, len(trace))
+        is_listed = make_mask(self.listed.rows, len(trace))
         having = trace.attributes.rows()
         having = having[self.number_of[having] != NONE]
         self._attributes_left = 0

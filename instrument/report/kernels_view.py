@@ -21,10 +21,10 @@ from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
     MISSING,
     Ratio,
-    column_width,
     compute_share,
     format_time,
     limit_rows,
+    measure_width,
     name_of_site,
     number_text,
     printable,
@@ -40,7 +40,7 @@ from instrument.trace.layout import KernelColumns
 from instrument.trace.self_times import find_innermost_spans
 
 UNKNOWN = "(not known)"
-"""The text in place of a span if the launching call of an event is not in the file."""
+"""The text in place of a span if the span of an event is not known."""
 
 NOWHERE = "(no span was open)"
 """The text in place of a span if no span of the thread was open."""
@@ -49,7 +49,7 @@ SHARED = "(several tasks were open)"
 """The text in place of a span if several tasks of the thread had open spans."""
 
 UNKNOWN_NUMBER = 0
-"""The index of `UNKNOWN` in `NumberedPlaces.names`: the launch is not in the file, or before its spans begin."""
+"""The index of the name `UNKNOWN` in `NumberedPlaces.names`."""
 
 
 class NumberedPlaces(NamedTuple):
@@ -60,9 +60,7 @@ class NumberedPlaces(NamedTuple):
     names: tuple[tuple[str, str], ...]
 
 
-def find_innermost_rows(
-    recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None
-) -> Int64s:
+def find_open_spans(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None) -> Int64s:
     """Return the row of the innermost open span for each thread and time. The row is -1 without an open span, and -2 if
     several tasks had open spans. With a `mask`, only spans in the mask are searched."""
     trace = recording.columns
@@ -78,7 +76,7 @@ def find_places_of_events(
     trace = recording.columns
     names = {(UNKNOWN, ""): UNKNOWN_NUMBER, (NOWHERE, ""): 1, (SHARED, ""): 2}
     of_site = [names.setdefault((name_of_site(site), site.kind), len(names)) for site in trace.sites]
-    rows = find_innermost_rows(recording, thread_ids, times_ns, mask)
+    rows = find_open_spans(recording, thread_ids, times_ns, mask)
     place_of_row = np.array([*of_site, NONE])[trace.site[rows]] if len(trace) else rows
     number = np.where(rows < 0, -rows, place_of_row)
     number[times_ns < recording.trace.coverage[0]] = UNKNOWN_NUMBER
@@ -196,7 +194,7 @@ class Kernels(View):
             if self.source == KERNELS
             else "From: CUDA events around recorded calls; a row is a call's stretch of its stream, not a kernel"
         )
-        key, order = SortKey.of_options(self._options), NO_HOST_TIME
+        key, order = SortKey.parse_sort_key(self._options), NO_HOST_TIME
         if not self._options.sorted_by.startswith("cpu_"):
             order = ORDER.get(key.column, "total time") + (", least first" if key.ascending else "")
         return [*self.coverage, source, f"Time unit: {self._options.unit}; sorted by {order}"]
@@ -261,7 +259,7 @@ def kernels(recording: Recording, options: Options) -> Kernels:
     has_profiler = facts.watched is not None and (facts.kernels or not len(recording.columns.device))
     device_work = _read_torch_work(recording) if has_profiler else _read_span_work(recording)
     work, window_ns = device_work.by_kind["kernel"], device_work.window[1] - device_work.window[0]
-    total_ns, key = sum(work.took_ns.tolist()), SortKey.of_options(options)
+    total_ns, key = sum(work.took_ns.tolist()), SortKey.parse_sort_key(options)
     column, sign = COLUMNS.get(key.column, "total_ns"), 1 if key.ascending else -1
     if options.sorted_by.startswith("cpu_"):
         column, sign = "total_ns", -1
@@ -296,7 +294,7 @@ def kernels(recording: Recording, options: Options) -> Kernels:
             for device, (calls, took_ns, _, _, busy_ns) in sorted(sums_by_device)
         ),
         kernels=limit_rows(uses, options, attrgetter("total_ns"), sum_kernels),
-        places=limit_rows(_uses_by_place(device_work, total_ns), options, attrgetter("total_ns"), sum_places),
+        places=limit_rows(_sum_kernels_by_place(device_work, total_ns), options, attrgetter("total_ns"), sum_places),
         others=tuple(
             OtherWork(kind, calls, took_ns, busy_ns)
             for kind, of_kind in sorted(device_work.by_kind.items())
@@ -348,7 +346,7 @@ class _DeviceWork(NamedTuple):
     outside: int
 
 
-def _uses_by_place(device_work: _DeviceWork, total_ns: int) -> list[KernelPlace]:
+def _sum_kernels_by_place(device_work: _DeviceWork, total_ns: int) -> list[KernelPlace]:
     if device_work.places is None:
         return []
     work, (number, names_of_places) = device_work.by_kind["kernel"], device_work.places
@@ -401,7 +399,7 @@ def _read_span_work(recording: Recording) -> _DeviceWork:
 
 def _coverage_lines(recording: Recording, work: _DeviceWork) -> list[str]:
     if work.source == STRETCHES:
-        return Coverage.of_recording(recording).lines()
+        return Coverage.measure_coverage(recording).lines()
     facts = recording.trace
     since, until = (number_text((at_ns - facts.start_ns) / 1e9) for at_ns in work.window)
     is_ours = facts.origin.recorder != "other"
@@ -431,7 +429,7 @@ def _shorten_kernel_names(names: Iterable[str], room: int = LABEL_ROOM) -> Mappi
 def _cut_label(label: str) -> str:
     text = printable(label)
     return (
-        text if column_width(text) <= HEAVIEST_ROOM else shorten(text[: HEAVIEST_ROOM - 3], HEAVIEST_ROOM - 3) + "..."
+        text if measure_width(text) <= HEAVIEST_ROOM else shorten(text[: HEAVIEST_ROOM - 3], HEAVIEST_ROOM - 3) + "..."
     )
 
 

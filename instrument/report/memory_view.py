@@ -55,7 +55,7 @@ PEAK_OF: Mapping[str, str] = {
     "torch_allocated": "torch_allocated_peak",
     "torch_reserved": "torch_reserved_peak",
 }
-"""The gauge of the peak between two readings for each gauge of used memory, or ""."""
+"""The gauge of the peak for each gauge of used memory, "" if there is none."""
 
 NAME_ROOM, THREAD_ROOM = 27, 14
 NAMED_THREADS = 4
@@ -168,7 +168,7 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
         return Peak(on_device, kind, int(levels[at]), since_ns, place, name, begin_bytes, int(levels[-1]))
 
     peaks, devices = list[Peak](), list[DeviceMemory]()
-    for members, sums_of_it, earlier in zip(groups.members(), sum_by_group(groups), earlier_bytes, strict=True):
+    for members, sums_of_it, earlier in zip(groups.list_rows(), sum_by_group(groups), earlier_bytes, strict=True):
         allocated, reserved = (int(rows[name][members[0]]) for name in ("allocated_bytes", "reserved_bytes"))
         reserved_peak = find_peak("reserved", members, reserved)
         peaks.append(find_peak("allocated", members, allocated - int(size_bytes[members[0]])))
@@ -329,14 +329,14 @@ def memory(recording: Recording, options: Options) -> MemoryView:
         peaks=tuple(totals.peaks),
         devices=tuple(totals.devices),
         places=shown,
-        gauged=tuple(_gauge_readings(facts.samples, facts.start_ns, options.state)),
+        gauged=tuple(_summarise_gauges(facts.samples, facts.start_ns, options.state)),
         outside=totals.outside,
         is_ours=facts.origin.recorder != "other",
         _options=options,
     )
 
 
-def _gauge_readings(samples: Iterable[Sample], start_ns: int, state: str) -> Iterator[GaugedMemory]:
+def _summarise_gauges(samples: Iterable[Sample], start_ns: int, state: str) -> Iterator[GaugedMemory]:
     readings: dict[tuple[int, str], list[tuple[float, int]]] = {}
     for sample in samples:
         if sample.value is not None and (state == "All" or (sample.device == HOST) == (state == "CPU")):

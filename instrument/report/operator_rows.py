@@ -18,7 +18,7 @@ from instrument.report.table import LINE, compute_share, format_time, limit_rows
 from instrument.report.view import Options, SortKey
 from instrument.trace.call_tree import CallPaths, NodeTimes, StreamTimes, build_call_tree
 from instrument.trace.columns import Bools, Columns, Int32s, Int64s
-from instrument.trace.indices import NONE, Groups, Members, find_distinct, nearest_above
+from instrument.trace.indices import NONE, Groups, Members, find_ancestor, find_distinct
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class CallTable:
     again: Bools
 
     @classmethod
-    def of_spans(
+    def from_spans(
         cls, trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
     ) -> CallTable:
         """Return the call tree of the spans in the mask `among`. Only calls of `kinds` and their direct children have
@@ -53,7 +53,7 @@ class CallTable:
         paths = build_call_tree(trace, kinds, window, among)
         names, of_site = trace.describe_sites(lambda site: (site.name, site.kind))
         name, around = of_site[paths.site], np.where(paths.is_elsewhere, NONE, paths.parent).astype(np.int32)
-        inside = nearest_above(around, np.array([kind in kinds for _, kind in names], dtype=np.bool_)[name]) != NONE
+        inside = find_ancestor(around, np.array([kind in kinds for _, kind in names], dtype=np.bool_)[name]) != NONE
         again = inside & (find_outermost_callers(around, name) != np.arange(len(name)))
         return cls(paths, names, name, around, inside, again)
 
@@ -73,7 +73,7 @@ class CallTable:
         return by_node
 
     def group_nodes_by_name(self, nodes: Int64s) -> dict[tuple[str, str], Int64s]:
-        groups = Groups(self.name[nodes], len(self.names)).members()
+        groups = Groups(self.name[nodes], len(self.names)).list_rows()
         return {self.names[self.name[nodes[places[0]]]]: nodes[places] for places in groups}
 
     def summarise_times(self, nodes: Int64s, on: str) -> CallTimes | None:
@@ -168,7 +168,7 @@ def call_rows(
     def sum_omitted(omitted: Sequence[CallRow]) -> CallRow:
         nodes = np.concatenate([groups[row.name, row.kind] for row in omitted])
         is_omitted = np.isin(calls.name, calls.name[nodes])
-        outermost = nodes[nearest_above(calls.around, is_omitted)[nodes] == NONE]
+        outermost = nodes[find_ancestor(calls.around, is_omitted)[nodes] == NONE]
         total = replace(make_row(f"(remaining {len(omitted)})", "", nodes, outermost), remaining=len(omitted))
         if not depth:
             return total
@@ -177,7 +177,7 @@ def call_rows(
         cpu_ratio, gpu_ratio = (sum(ratios) if ratios else None for ratios in known_ratios)
         return replace(total, cpu_ratio=cpu_ratio, gpu_ratio=gpu_ratio)
 
-    key = SortKey.of_options(options)
+    key = SortKey.parse_sort_key(options)
     sign = 1 if key.ascending else -1
 
     def sort_weight(row: CallRow) -> float:
@@ -204,7 +204,7 @@ def explain_remaining_ratio(blocks: Iterable[CallBlock]) -> list[str]:
 
 
 def describe_sort_order(options: Options) -> str:
-    key = SortKey.of_options(options)
+    key = SortKey.parse_sort_key(options)
     column = {"default": "total", "calls": "number of calls"}.get(key.column, key.column)
     column_text = column if key.column == "calls" else f"{key.part.upper()} {column}"
     return f"sorted by {column_text}, {'least' if key.ascending else 'greatest'} first"

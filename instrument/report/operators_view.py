@@ -17,7 +17,7 @@ from itertools import chain
 import numpy as np
 
 from instrument.recording.spans import FLOPS, read_flops
-from instrument.report.kernels_view import find_innermost_rows
+from instrument.report.kernels_view import find_open_spans
 from instrument.report.operator_rows import (
     CallBlock,
     CallRow,
@@ -34,13 +34,13 @@ from instrument.report.section import Coverage, Section, View
 from instrument.report.table import (
     LINE,
     Ratio,
-    column_width,
     compact_number,
     compute_share,
     format_percent,
     format_six_digits,
     limit_rows,
     make_section_title_lines,
+    measure_width,
     printable,
     shorten,
     sum_omitted_rows,
@@ -54,9 +54,9 @@ from instrument.trace.indices import (
     Members,
     are_at_or_above,
     find_distinct,
+    find_nearest_row,
     index_rows,
-    mask_of,
-    nearest_at_or_above,
+    make_mask,
     number_by_first_occurrence,
 )
 from instrument.trace.intervals import shift_to_one_axis
@@ -80,7 +80,7 @@ class FlopRow:
 
     per_call = Ratio("flops", of="calls")
     rate_gflop_s = Ratio("flops", of="time_ns")
-    """The operations per ns, which is the same as 10^9 operations per second."""
+    """The operations per ns, which equal 10^9 operations per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ def make_flop_table(recording: Recording, options: Options) -> FlopTable | None:
     launches = [launch for launch in recording.trace.flops if launch.flops > 0 and first <= launch.at_ns < last]
     if launches:
         thread_ids, times_ns = (np.array([launch[at] for launch in launches], dtype=np.int64) for at in (0, 1))
-        for row, launch in zip(find_innermost_rows(recording, thread_ids, times_ns).tolist(), launches, strict=True):
+        for row, launch in zip(find_open_spans(recording, thread_ids, times_ns).tolist(), launches, strict=True):
             own_flops[max(row, NONE)] += launch.flops
     own_flops = +own_flops
     whole, elsewhere = own_flops.total(), own_flops.pop(NONE, 0)
@@ -157,7 +157,7 @@ def make_flop_table(recording: Recording, options: Options) -> FlopTable | None:
         # Rows may be nested: each span's operations count once, but times would count some spans twice.
         keys = {(row.name, row.kind) for row in omitted}
         is_wanted = np.array([key in keys for key in names], dtype=np.bool_)
-        is_inside = nearest_at_or_above(around, (is_wanted & is_operator)[name]) != NONE
+        is_inside = find_nearest_row(around, (is_wanted & is_operator)[name]) != NONE
         added = sum(flops_of_rows[number] for number in np.flatnonzero(is_wanted[name] | is_inside).tolist())
         return sum_omitted_rows(omitted, ("calls",), flops=added, ratio=compute_share(added, whole))
 
@@ -177,7 +177,7 @@ def _measure_launched_work_ns(recording: Recording, calls: Sequence[int]) -> Int
     launched. For a call without recorded kernels, it is the time of the call's device intervals."""
     trace, columns = recording.columns, KernelColumns.from_objects(recording.trace.kernels)
     rows = find_distinct(np.array(calls, dtype=np.int64))
-    kernels = np.flatnonzero((columns.thread_id != 0) & (columns.kind == columns.place_of_kind("kernel")))
+    kernels = np.flatnonzero((columns.thread_id != 0) & (columns.kind == columns.find_kind_index("kernel")))
     device_ns = np.zeros(len(trace), dtype=np.int64)
     if len(kernels):
         threads = trace.thread_id[rows]
@@ -190,7 +190,7 @@ def _measure_launched_work_ns(recording: Recording, calls: Sequence[int]) -> Int
         sums = np.concatenate([[0], np.cumsum((columns.end_ns - columns.start_ns)[kernels[order]])])
         first, end = np.searchsorted(launches[order], starts), np.searchsorted(launches[order], ends)
         device_ns[rows] = sums[end] - sums[first]
-    has_none = mask_of(rows[device_ns[rows] == 0], len(trace))
+    has_none = make_mask(rows[device_ns[rows] == 0], len(trace))
     work = trace.device.select(trace.device.is_measured & (trace.device.start_ns < trace.device.end_ns))
     calls_with_work, lengths_ns = measure_device_times_of_calls(
         trace.parent_on_same_track, has_none, work.row, work.start_ns, work.end_ns
@@ -212,10 +212,10 @@ def _sum_call_times(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -
 OPERATORS = ("op", "layer", "comm")
 
 IN_ORDER = (*OPERATORS, "copy")
-"""The kinds of span in the list of operators in the order of execution."""
+"""The kinds of span that the order of execution lists."""
 
 ITERATIONS = ("step", "request")
-"""The kinds of span that may be an iteration. The first kind in the trace is used."""
+"""The kinds of span that may be iterations. The first kind that the trace contains is used."""
 
 
 NO_OPERATOR = "No operator was recorded: give functions and layers in the profile (functions:, layers:)."
@@ -286,7 +286,7 @@ class Operators(View):
         return [*(make_block_table(block, self._options, "Operator") for block in self.blocks), *operations]
 
     def footnotes(self) -> list[str]:
-        order = [] if self.in_order is None else _order_lines(self.in_order, self.coverage)
+        order = [] if self.in_order is None else _format_order(self.in_order, self.coverage)
         return order if self.blocks else self._explain_no_operators()
 
 
@@ -294,7 +294,7 @@ def operators(recording: Recording, options: Options) -> Operators:
     """Return the `operators` view. All options except `corrected` apply. `rows` and `least_ns` limit the operators, and
     the rows below each operator."""
     facts = recording.trace
-    calls = CallTable.of_spans(recording.columns, OPERATORS, facts.coverage)
+    calls = CallTable.from_spans(recording.columns, OPERATORS, facts.coverage)
 
     def make_block(thread: int | None, name: str, nodes: Int64s) -> CallBlock:
         outermost = nodes[~calls.inside[nodes]]
@@ -309,7 +309,7 @@ def operators(recording: Recording, options: Options) -> Operators:
     blocks = make_blocks(calls, calls.find_nodes_of_kinds(OPERATORS), facts.threads, options, make_block)
     in_order = _execution_order(recording, options) if options.tracer_option == "AllOpDetail" and blocks else None
     operations = make_flop_table(recording, options)
-    return Operators(Coverage.of_recording(recording), blocks, in_order, operations, options)
+    return Operators(Coverage.measure_coverage(recording), blocks, in_order, operations, options)
 
 
 def _child_rows(calls: CallTable, row: CallRow, nodes: Int64s, options: Options) -> Iterator[CallRow]:
@@ -350,8 +350,8 @@ def _execution_order(recording: Recording, options: Options) -> ExecutionOrder:
     is_whole = ~trace.clipped & (first <= trace.start_ns) & (trace.end_ns <= last)
     whole = topmost[is_whole[topmost]]
     timed = whole[options.skip_first :]
-    is_timed = mask_of(timed, len(trace) + 1)
-    executed = list(_ordered_operators(trace, CallTable.of_spans(trace, IN_ORDER, among=is_timed[owner]), len(timed)))
+    is_timed = make_mask(timed, len(trace) + 1)
+    executed = list(_ordered_operators(trace, CallTable.from_spans(trace, IN_ORDER, among=is_timed[owner]), len(timed)))
     shown = [operator for operator in executed if operator.mean_ns >= options.least_ns][: options.row_limit]
     shown_numbers = {operator.number for operator in shown}
     return ExecutionOrder(
@@ -374,7 +374,7 @@ def _ordered_operators(trace: Columns, calls: CallTable, timed: int) -> Iterator
     def group_by_site(nodes: Int64s) -> list[Int64s]:
         """Return the nodes of each site, sorted by the first call. The latest comes first, because `pending` is a
         stack."""
-        groups = [nodes[places] for places in Groups(number_by_first_occurrence(key[nodes])[0], len(nodes)).members()]
+        groups = [nodes[places] for places in Groups(number_by_first_occurrence(key[nodes])[0], len(nodes)).list_rows()]
         return sorted(groups, key=lambda group: -int(paths.first_ns[group].min()))
 
     pending = [(0, group) for group in group_by_site(np.flatnonzero(paths.parent == NONE))]
@@ -397,7 +397,7 @@ def _ordered_operators(trace: Columns, calls: CallTable, timed: int) -> Iterator
 # The text.
 
 
-def _order_lines(order: ExecutionOrder, coverage: Coverage) -> list[str]:
+def _format_order(order: ExecutionOrder, coverage: Coverage) -> list[str]:
     lines = make_section_title_lines("Order of execution")
     if not order.iteration:
         return [*lines, *coverage.explain_no_spans("iteration", NO_ITERATION), ""]
@@ -413,7 +413,7 @@ def _order_lines(order: ExecutionOrder, coverage: Coverage) -> list[str]:
     for operator in order.operators:
         before, after = f"OP_ID{operator.number}. ", f" : {format_six_digits(operator.mean_ns)} sec"
         name = f"{operator.name} [{operator.instance}]" if operator.instance else operator.name
-        lines.append(before + shorten(printable(name), LINE - column_width(before + after)) + after)
+        lines.append(before + shorten(printable(name), LINE - measure_width(before + after)) + after)
     if order.remaining:
         lines.append(f"(remaining {order.remaining}) : {format_six_digits(order.remaining_ns)} sec")
     return [*lines, ""]
@@ -454,10 +454,10 @@ def user(recording: Recording, options: Options) -> User:
     window = recording.trace.coverage
     window_ns = window[1] - window[0]
 
-    calls = CallTable.of_spans(recording.columns, ("user",), window)
+    calls = CallTable.from_spans(recording.columns, ("user",), window)
 
     def make_block(thread: int | None, name: str, nodes: Int64s) -> CallBlock:
         return CallBlock(thread, name, window_ns, window_ns, call_rows(calls, nodes, 0, window_ns, window_ns, options))
 
     blocks = make_blocks(calls, calls.find_nodes_of_kinds(("user",)), recording.trace.threads, options, make_block)
-    return User(Coverage.of_recording(recording), window_ns, blocks, options)
+    return User(Coverage.measure_coverage(recording), window_ns, blocks, options)

@@ -35,9 +35,9 @@ from instrument.trace.intervals import (
     are_in_window,
     clip_intervals,
     intersect,
+    make_union,
     measure_intersection,
     subtract,
-    union,
     unite,
 )
 
@@ -146,14 +146,14 @@ def overview(recording: Recording, options: Options) -> Overview:
     order = [kind for kind in KINDS if kind in kinds_of_work]  # unknown kinds, of other profilers, come last
     order += [kind for kind in kinds_of_work if kind not in KINDS]
     kinds = [KindUse(kind, *measure_row(kinds_of_work[kind])) for kind in order]
-    by_calls = SortKey.of_options(options).column == "calls"
+    by_calls = SortKey.parse_sort_key(options).column == "calls"
     kinds.sort(key=lambda use: (-use.calls if by_calls else 0, -use.time_ns))
     devices = [
         DeviceWork(device, work, *measure_row(stretches))
         for device, work, stretches in _union_device_intervals_by_work(recording.columns, window)
     ]
     return Overview(
-        Coverage.of_recording(recording),
+        Coverage.measure_coverage(recording),
         window_ns,
         steps_ns,
         tuple(kinds) if options.state != "GPU" else (),
@@ -175,7 +175,7 @@ def _intervals_of_kinds(trace: Columns, window: Interval) -> dict[str, _Stretche
     starts, ends = clip_intervals(trace.start_ns, trace.end_ns, window)
     of_kinds = {kind: inside & trace.are_of_kind(kind) for kind in dict.fromkeys(site.kind for site in trace.sites)}
     return {
-        kind: _Stretches(int(rows.sum()), union(starts[rows], ends[rows]))
+        kind: _Stretches(int(rows.sum()), make_union(starts[rows], ends[rows]))
         for kind, rows in of_kinds.items()
         if rows.any()
     }
@@ -214,7 +214,7 @@ COMPUTES = frozenset({"op", "layer", "phase"})
 """The kinds of span that are computation on the host."""
 
 PAUSES = frozenset({"comm", "copy", "loader"})
-"""The kinds of span during which their thread does not compute."""
+"""The kinds of span in which a thread does not compute."""
 
 KERNELS = ("nccl", "xccl")
 """The communication libraries whose kernels are recognised by name in traces of other profilers."""
@@ -310,9 +310,9 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
     """Return the `distribution` view. The options `state`, `rows`, `least_ns` and `unit` apply. `rows` and `least_ns`
     limit the operations by the time of their calls and waits."""
     trace, window = recording.columns, recording.trace.coverage
-    coverage, calls = Coverage.of_recording(recording), np.flatnonzero(trace.are_of_kind("comm"))
+    coverage, calls = Coverage.measure_coverage(recording), np.flatnonzero(trace.are_of_kind("comm"))
     steps = _intervals_of_kinds(trace, window).get("step")
-    of, base = "window", union(np.array(window[:1]), np.array(window[1:]))
+    of, base = "window", make_union(np.array(window[:1]), np.array(window[1:]))
     if steps is not None and len(steps.union.starts):
         of, base = "step", steps.union
     base_ns, works = base.length_ns(), _separate_communication_from_computation(trace, window, calls, base)
@@ -335,7 +335,7 @@ def distribution(recording: Recording, options: Options) -> DistributionView:
         everywhere, by_devices = unite([on_host, *communicating]), unite(computing)
         has_work = len(by_devices.starts) > 0
         places.append(make_use(TOGETHER, everywhere, *((by_devices, overlaps) if has_work else (by_host,))))
-    operations = tuple(_operation_uses(trace, calls, options))
+    operations = tuple(_sum_operations(trace, calls, options))
     return DistributionView(coverage, of, base_ns, tuple(places), operations, options)
 
 
@@ -353,7 +353,7 @@ def _separate_communication_from_computation(
     if not len(calls) and not is_comm.any():
         return {}
     works: dict[str, list[Union]] = defaultdict(lambda: [NOTHING, NOTHING])
-    works[HOST] = [union(*_measure_communication_intervals(trace, calls)), _computation_of_host(trace, window)]
+    works[HOST] = [make_union(*_measure_communication_intervals(trace, calls)), _computation_of_host(trace, window)]
     for (device, work), stretches in divide_intervals_by_device(
         intervals, {"communication": is_comm, "": computes}
     ).items():
@@ -370,9 +370,9 @@ def _computation_of_host(trace: Columns, window: Interval) -> Union:
     rows = np.flatnonzero(computing | pausing)
     threads, thread = rank_distinct(trace.thread_id[rows])
     unions = [NOTHING]
-    for of_thread in Groups(thread, len(threads)).members():
+    for of_thread in Groups(thread, len(threads)).list_rows():
         works, pauses = rows[of_thread][computing[rows[of_thread]]], rows[of_thread][pausing[rows[of_thread]]]
-        unions.append(subtract(union(starts[works], ends[works]), union(starts[pauses], ends[pauses])))
+        unions.append(subtract(make_union(starts[works], ends[works]), make_union(starts[pauses], ends[pauses])))
     return unite(unions)
 
 
@@ -384,7 +384,7 @@ def _measure_communication_intervals(trace: Columns, calls: Int64s) -> tuple[Int
     return np.where(flight_ns == NONE, starts, np.minimum(starts, ends - flight_ns).clip(-FARTHEST_NS)), ends
 
 
-def _operation_uses(trace: Columns, calls: Int64s, options: Options) -> list[OperationUse]:
+def _sum_operations(trace: Columns, calls: Int64s, options: Options) -> list[OperationUse]:
     names, of_site = trace.describe_sites(lambda site: _describe_operation(site)[0])
     is_wait, total_ns = (
         trace.are_of_sites([_describe_operation(site)[1] for site in trace.sites])[calls],

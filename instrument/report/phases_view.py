@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 
 from instrument.profile.model import PHASES
 from instrument.recording.spans import Interval
-from instrument.report.benchmark_view import LOADER, OPTIMIZER, Units, find_units, phase_of
+from instrument.report.benchmark_view import LOADER, OPTIMIZER, Units, find_phase, find_steps_or_requests
 from instrument.report.section import Coverage, Section, View
 from instrument.report.table import compute_share, format_six_digits, format_time, limit_rows
 from instrument.report.view import Options, Recording
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.indices import NONE, Groups, find_distinct, nearest_above, number_combinations
+from instrument.trace.indices import NONE, Groups, find_ancestor, find_distinct, number_combinations
 from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
-from instrument.trace.self_times import compute_turns, were_suspended
+from instrument.trace.self_times import remove_overlaps, were_suspended
 
 OWN, OWN_OPTIMIZER, OTHER = range(3)
 """The ranks of calls. If several calls are open, the call with the lowest rank gets the time."""
@@ -46,12 +46,12 @@ class Calls:
 
 
 def _group_by_phase(names: Sequence[str], phase: Int64s, times_ns: NDArray[Any]) -> dict[str, list[int]]:
-    groups = Groups(phase, len(names)).members()
+    groups = Groups(phase, len(names)).list_rows()
     return {names[phase[indexes[0]]]: times_ns[indexes].tolist() for indexes in groups}
 
 
 def find_phase_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
-    of_sites = list(map(phase_of, trace.sites))
+    of_sites = list(map(find_phase, trace.sites))
     names = list(dict.fromkeys(name for name in of_sites if name is not None))
     number_of = np.array([*(NONE if name is None else names.index(name) for name in of_sites), NONE])
     is_call = trace.are_of_sites([name is not None for name in of_sites])
@@ -60,7 +60,7 @@ def find_phase_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
     )
     rows = np.flatnonzero(is_call & ~np.append(is_work, np.False_)[trace.parent])
     stood_still = is_call & were_suspended(trace)
-    is_below = nearest_above(trace.parent, stood_still) != NONE if stood_still.any() else stood_still
+    is_below = find_ancestor(trace.parent, stood_still) != NONE if stood_still.any() else stood_still
     is_optimizer = trace.are_of_sites([name == OPTIMIZER for name in of_sites])[rows]
     is_aside = (units.is_aside | is_below | stood_still)[rows]
     rank = np.select([is_aside, is_optimizer], [OTHER, OWN_OPTIMIZER], OWN)
@@ -99,10 +99,10 @@ def _assign_calls_to_steps(trace: Columns, units: Units, rows: Int64s, stood_sti
         return line, ends
     on_line = np.flatnonzero(line != NONE)
     at, starts, until, is_still = line[on_line], starts[on_line], ends[on_line], stood_still[on_line]
-    step = units.steps.last_begun(at, starts)
+    step = units.steps.find_last_begun(at, starts)
     step_end = np.append(units.steps.ends, 0)[step]
     is_in_step = (step != NONE) & (starts < step_end)
-    is_around = ~is_still & (units.steps.last_begun(at, until - 1) > step)
+    is_around = ~is_still & (units.steps.find_last_begun(at, until - 1) > step)
     line[on_line[~is_in_step & ~is_around]] = NONE
     ends[on_line] = np.where(is_in_step & is_still, np.minimum(until, step_end), until)
     return line, ends
@@ -112,7 +112,7 @@ def _divide_unit_time_among_calls(
     units: Units, line: Int64s, starts: Int64s, ends: Int64s, rank: Int64s
 ) -> tuple[Int64s, Unions, Int64s]:  # fmt: skip
     """Divide the time of units among calls. Simultaneous time belongs to the call that comes first."""
-    call, since, until = compute_turns(line, starts, ends, np.arange(len(line))[::-1])
+    call, since, until = remove_overlaps(line, starts, ends, np.arange(len(line))[::-1])
     empty = np.flatnonzero(starts == ends)
     if len(empty):
         going_on = union_by_group(3 * line + rank, starts, ends)
@@ -142,16 +142,16 @@ class DividedTime:
     base_ns: int
     covered_ns: int
 
-    def of_units(self, count: int) -> PhaseTimes:
-        return self._measure(self.units, count, self.base_ns)
+    def sum_units(self, count: int) -> PhaseTimes:
+        return self._measure_times(self.units, count, self.base_ns)
 
-    def of_phase(self, name: str, count: int) -> PhaseTimes:
-        return self._measure(self.calls.get(name, ()), count, self.phases.get(name, 0))
+    def sum_phase(self, name: str, count: int) -> PhaseTimes:
+        return self._measure_times(self.calls.get(name, ()), count, self.phases.get(name, 0))
 
-    def of_rest(self, rest_ns: int) -> PhaseTimes:
+    def sum_rest(self, rest_ns: int) -> PhaseTimes:
         return PhaseTimes(rest_ns, None, None, None, compute_share(rest_ns, self.base_ns))
 
-    def _measure(self, times_ns: Sequence[int], count: int, total_ns: int) -> PhaseTimes:
+    def _measure_times(self, times_ns: Sequence[int], count: int, total_ns: int) -> PhaseTimes:
         """Return the times of `count` units or calls. Times that are missing in `times_ns` are 0."""
         some_ns = times_ns if len(times_ns) == count else [*times_ns, 0]
         return PhaseTimes(
@@ -322,9 +322,9 @@ def phases(recording: Recording, options: Options) -> PhasesView:
     """Return the `phases` view. The options `rows` and `least_ns` keep the phases with the most time. `skip_first`
     leaves out the first steps of each thread. `state` and `unit` apply as well."""
     trace, facts = recording.columns, recording.trace
-    units = find_units(trace, facts.coverage, options.skip_first)
+    units = find_steps_or_requests(trace, facts.coverage, options.skip_first)
     calls = find_phase_calls(trace, units, facts.coverage)
-    coverage = Coverage.of_recording(recording)
+    coverage = Coverage.measure_coverage(recording)
     lengths_ns = (units.intervals.ends - units.intervals.starts).tolist()
     whole, count, is_counted = int(units.is_whole.sum()), len(lengths_ns), units.of != "window"
     timed, cut = whole * is_counted, (count - whole) * is_counted
@@ -336,13 +336,13 @@ def phases(recording: Recording, options: Options) -> PhasesView:
     device = measure_device_time_of_phases(trace, units, calls)
     has_device = bool(device.units)
     rows = [
-        PhaseRow(name, number, host.of_phase(name, number), device.of_phase(name, number) if has_device else None)
+        PhaseRow(name, number, host.sum_phase(name, number), device.sum_phase(name, number) if has_device else None)
         for name in sorted(own_ns, key=_rank_of_phase)
         for number in [len(own_ns[name])]
     ]
-    unit_row = PhaseRow(units.of, count, host.of_units(count), device.of_units(count) if has_device else None)
-    on_device = device.of_rest(device.base_ns - device.covered_ns) if has_device else None
-    others_row = PhaseRow(OTHERS, None, host.of_rest(host.base_ns - host.covered_ns), on_device)
+    unit_row = PhaseRow(units.of, count, host.sum_units(count), device.sum_units(count) if has_device else None)
+    on_device = device.sum_rest(device.base_ns - device.covered_ns) if has_device else None
+    others_row = PhaseRow(OTHERS, None, host.sum_rest(host.base_ns - host.covered_ns), on_device)
     before, is_short = units.before, facts.coverage[0] > facts.start_ns
     mean_ns: dict[str, float] = {}
     if whole:
@@ -372,8 +372,8 @@ def _rank_of_phase(phase: str) -> tuple[int, str]:
 def _largest_rows(rows: Sequence[PhaseRow], options: Options, host: DividedTime, device: DividedTime) -> list[PhaseRow]:
     def sum_omitted(omitted: Sequence[PhaseRow]) -> PhaseRow:
         timed = [row.device.total_ns for row in omitted if row.device is not None]
-        on_host = host.of_rest(sum(row.host.total_ns for row in omitted))
-        on_device = device.of_rest(sum(timed)) if timed else None
+        on_host = host.sum_rest(sum(row.host.total_ns for row in omitted))
+        on_device = device.sum_rest(sum(timed)) if timed else None
         return PhaseRow(f"(remaining {len(omitted)})", sum(row.calls or 0 for row in omitted), on_host, on_device)
 
     longest = sorted(rows, key=lambda row: -row.host.total_ns)

@@ -72,10 +72,10 @@ def refuse_unknown_group(recording: Recording, options: Options) -> None:
 
 
 MOST_NAMES = 20
-"""The maximum number of attributes that the message on an unknown attribute lists."""
+"""The maximum number of attributes in the error message on an unknown attribute."""
 
 ROWS_WITH_NAMES = 1_000
-"""The maximum number of requests to search for an attribute whose name has a given end."""
+"""The maximum number of requests whose attribute names are searched."""
 
 
 def group_attribute_values(values: Iterable[str | None], at_most: int) -> tuple[list[str], Int64s]:
@@ -158,10 +158,10 @@ def make_shares_table(shares: Sequence[GroupShare], options: Options) -> Section
 
 
 SIZE = re.compile(r"(?:^|[._])(?:size|tokens|bytes|length|count|items|rows|samples|batch_size)$")
-"""The names of attributes that give the amount of work of a call or request."""
+"""The pattern of attribute names whose values measure an amount of work."""
 
 SEARCHED_ROWS = 2_000
-"""The number of rows, evenly spread, that are searched for names of sizes."""
+"""The maximum number of rows in which attributes that measure work are searched."""
 
 
 def mask_requests_by_name(recording: Recording, name: str) -> Bools:

@@ -37,19 +37,19 @@ from instrument.trace.blame import Blame, find_blame, typical_times
 from instrument.trace.columns import Columns
 from instrument.trace.indices import NONE
 from instrument.trace.joined import Joined
-from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, list_moments
+from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, list_turns
 
 FEW = 40
-"""The maximum number of a request's waits and batches that are all printed on separate lines."""
+"""The maximum number of waits and batches for which each has a line of its own."""
 
 SMALL = 200
-"""In a long list, a part other than a batch or stall has its own line if it exceeds 1/`SMALL` of the wall time."""
+"""In a long list, a wait has its own line if it exceeds 1/`SMALL` of the wall time."""
 
 OUTSTANDING = 4
-"""A batch of a long list has its own line if it takes this many times as long as the median batch of its name."""
+"""In a long list, a batch has its own line if it exceeds the median by this factor."""
 
 MOST_DIGITS = 19
-"""The number of digits from which on an integer may not fit into 64 bits."""
+"""An integer with fewer digits than this always fits into 64 bits."""
 
 BAR = 32
 """The width of the bar for a request's whole wall time, in columns."""
@@ -166,7 +166,7 @@ def make_request_life(recording: Recording, name: str, options: Options) -> Requ
     site = trace.sites[trace.site[row]]
     alike = np.flatnonzero(mask_requests_by_name(recording, site.name))
     cause = find_blame(trace, joined, ledger, place, typical_times(ledger, alike)) if len(alike) >= ENOUGH else None
-    moments = list_moments(trace, joined, place)
+    moments = list_turns(trace, joined, place)
     (error, outcome), devices = describe_failure(trace, row), recording.device_ledger
     return RequestLife(
         name=site.name,

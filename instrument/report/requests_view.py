@@ -66,10 +66,10 @@ A_REQUEST = (
 )
 
 ENOUGH = 3
-"""The minimum number of an endpoint's requests from which typical times are computed."""
+"""The minimum number of requests of an endpoint for the computation of typical times."""
 
 NOTABLE = 20
-"""The list gives the cause of a slow request only if its excess is larger than its wall time divided by this number."""
+"""A slow request has a cause in the list if its excess exceeds 1/`NOTABLE` of its wall time."""
 
 SLOWEST = 5
 """The default number of slowest requests in the list."""
@@ -285,13 +285,13 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
     default."""
     trace, (whole, cut) = recording.columns, recording.complete_requests
     table = recording.compute_once(request_table)
-    coverage = Coverage.of_recording(recording)
+    coverage = Coverage.measure_coverage(recording)
     # The tally counts all requests, also those without kept spans.
     of_all, failed = (Counter[str](), Counter[str]()) if coverage.complete else _count_requests(recording)
     endpoints = table.times_of_endpoints(options, of_all)
     of_all |= Counter({endpoint.name: endpoint.counted for endpoint in endpoints})
     failed |= Counter({endpoint.name: endpoint.errors for endpoint in endpoints})
-    key = SortKey.of_options(options)
+    key = SortKey.parse_sort_key(options)
     column, sign = COLUMNS.get(key.column, "wall_ns"), 1 if key.ascending else -1
     endpoints.sort(key=lambda endpoint: (sign * getattr(endpoint, column), endpoint.name))
     shown_rows = limit_rows(
@@ -346,7 +346,7 @@ def _count_requests(recording: Recording) -> tuple[Counter[str], Counter[str]]:
 def request_table(recording: Recording) -> CompleteRequests:
     whole, _ = recording.complete_requests
     joined, ledger = recording.joined, recording.ledger
-    return CompleteRequests.of(recording.columns, joined, ledger, whole)
+    return CompleteRequests.collect_requests(recording.columns, joined, ledger, whole)
 
 
 def _device_shares(recording: Recording, whole: Int64s, options: Options) -> tuple[EndpointShare, ...]:

@@ -53,7 +53,7 @@ class Coverage:
     until_ns: int
 
     @classmethod
-    def of_recording(cls, recording: Recording) -> Coverage:
+    def measure_coverage(cls, recording: Recording) -> Coverage:
         facts = recording.trace
         first, last = facts.coverage
         return cls(len(recording.columns), first == facts.start_ns, first - facts.start_ns, last - facts.start_ns)
@@ -127,7 +127,7 @@ class Section:
         columns = [(name, heading) for name, heading, is_wide in self.parse_columns() if not is_wide]
         header, name = [heading for _, heading in columns], columns[0][0]
         name = "" if name in self.texts else name
-        first, *other_texts = [self._text_function(field) for field, _ in columns]
+        first, *other_texts = [self._choose_formatter(field) for field, _ in columns]
         indents = ["  " * getattr(row, "depth", 0) for row in self.rows]
         return header, [
             [indent + (placeholder_name(row, name) or first(row, unit)), *(text(row, unit) for text in other_texts)]
@@ -155,7 +155,7 @@ class Section:
             name, _, heading = column.partition("=")
             yield name.removeprefix("+"), heading, name.startswith("+")
 
-    def _text_function(self, name: str) -> Text:
+    def _choose_formatter(self, name: str) -> Text:
         if name in self.texts:
             return self.texts[name]
         text = TEXTS[format_of_field(name)]
@@ -265,7 +265,7 @@ TEXTS: Mapping[str, Text] = {
 
 
 COST = "Cost of "
-"""The beginning of notes on a cost. All other notes describe something that was not observed."""
+"""The first words of each note on a cost."""
 
 
 def list_cost_and_losses(recording: Recording) -> list[str]:
@@ -302,7 +302,7 @@ MODULES = {
     **dict.fromkeys(("classes", "ops", "instances"), "self_times"), "user": "operators", "distribution": "overview",
     "neighbours": "batches",
 }  # fmt: skip
-"""The module of each view whose module has a different name."""
+"""The module of each view that is not in a module of its own name."""
 
 
 def _import_view(name: str) -> ModuleType:

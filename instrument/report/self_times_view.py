@@ -47,9 +47,9 @@ from instrument.trace.indices import (
     Groups,
     Members,
     are_at_or_above,
-    mask_of,
-    nearest_above,
-    nearest_at_or_above,
+    find_ancestor,
+    find_nearest_row,
+    make_mask,
     number_by_first_occurrence,
     number_combinations,
     topmost_rows,
@@ -61,7 +61,7 @@ WORKING = ("op", "layer", "comm", "copy")
 """The kinds of span that count as work."""
 
 WITH_CLASS = ("op", "layer", "comm")
-"""The kinds of span whose code belongs to a class. A scope's code is that of its caller."""
+"""The kinds of span whose time may belong to the class of a method."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ def _make_view(of: str, recording: Recording, options: Options) -> SelfTimes:
     shown = heapq.nsmallest(most, shown, key=lambda number: -times[number])
     left_ns = times[0] - sum(times[number] for number in shown)
     together = [0] if len(times) > 2 else []
-    reports = tuple(table.make_function(number) for number in together + shown)
+    reports = tuple(table.make_function_times(number) for number in together + shown)
     return SelfTimes(of, reports, len(times) - 1 - len(shown), left_ns, options.corrected, options)
 
 
@@ -320,7 +320,7 @@ class _FunctionTable:
         nodes, parents, site_of = lines["node"], tally.parents, tally.site_of
         self._nodes, self._parents = nodes.tolist(), parents.tolist()
         self._site_of: list[int] = site_of.tolist()
-        keys = np.asarray(tally.tree.first_site_by_key(), dtype=np.int64)
+        keys = np.asarray(tally.tree.number_sites_by_key(), dtype=np.int64)
         kinds = np.array(tally.tree.map_sites(KIND)[: len(keys)], dtype=np.str_)
         # The number of keys per label, for the keys of the lines and of their parents.
         used = np.unique(keys[site_of[are_at_or_above(parents, nodes)]]).tolist()
@@ -334,12 +334,12 @@ class _FunctionTable:
             rows = row_of_site[site_of[nodes]]
         # A function is the topmost request of a call path or, outside of requests, its topmost node.
         is_request, root_of = (kinds == "request")[site_of], topmost_rows(parents)
-        topmost = is_request & (nearest_above(parents, is_request) == NONE)
-        request = nearest_at_or_above(parents, topmost)
+        topmost = is_request & (find_ancestor(parents, is_request) == NONE)
+        request = find_nearest_row(parents, topmost)
         function_of = np.where(request == NONE, root_of, request)
         its_function, its_root = function_of[nodes], root_of[nodes]
         key_of_node = keys[site_of]
-        is_called = mask_of(nodes, len(parents))
+        is_called = make_mask(nodes, len(parents))
         is_around = (its_root != nodes) & is_called[its_root]
         in_same = is_around & (key_of_node[function_of[its_root]] == key_of_node[its_function])
         # Each line counts in its function, and once more in number 0, all functions together.
@@ -357,7 +357,7 @@ class _FunctionTable:
         groups, of_groups, of_line, at = _group_lines(lines, number, np.concatenate([rows, rows]), at)
         first, instances, time_ns, group_calls, *_ = groups.T
         weights = {"calls": group_calls, "ave": time_ns / group_calls}
-        weight = weights.get(SortKey.of_options(options).column, time_ns)
+        weight = weights.get(SortKey.parse_sort_key(options).column, time_ns)
         order = np.lexsort((-first, -instances, -group_calls, -time_ns, -weight, of_groups))
         self._groups = groups[order]
         self._lines_of_group = Members(of_line, len(groups), at)
@@ -394,7 +394,7 @@ class _FunctionTable:
             path = path[: (inside or len(path)) - 1] or path[:1]
         return path[::-1]
 
-    def make_function(self, number: int) -> FunctionTimes:
+    def make_function_times(self, number: int) -> FunctionTimes:
         """Return a function with its first rows, up to the limit of the options, and the sum of the omitted rows."""
         sums = FunctionSums._make(self.functions[number].tolist())
         groups = self._groups[sums.first : sums.first + sums.rows]

@@ -31,10 +31,10 @@ ENOUGH = 10
 """The minimum number of similar requests. If fewer exist, all requests of the endpoint are compared."""
 
 LIKE = 0.5
-"""The largest difference between the base-2 logarithms of similar amounts of work: 0.5 is a factor of 1.4."""
+"""The maximum difference between the base-2 logarithms of similar amounts of work. It means a factor of 1.4."""
 
 CHANCE = 0.01
-"""The expected number of typical requests per recording that are called slow by chance."""
+"""The expected number of typical requests per recording that count as slow."""
 
 
 def find_similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:

@@ -30,7 +30,7 @@ from instrument.report.table import (
     wrap_text,
 )
 from instrument.report.view import Options, Recording
-from instrument.trace.indices import NONE, nearest_above
+from instrument.trace.indices import NONE, find_ancestor
 
 IMPORTS = "Imports, outside of spans"
 WORDS = {"load": "Loading", "compile": "Compiling"}
@@ -234,7 +234,7 @@ def startup(recording: Recording, options: Options) -> StartupView:
     """Return the `startup` view. The options `rows`, `least_ns` and `unit` apply."""
     facts = recording.startup or Startup(0)
     tally = recording.tally if recording.startup is not None else Tally()
-    rows = list(tally.rows())
+    rows = list(tally.iterate_totals())
     firsts: dict[tuple[object, ...], FirstCall] = {}  # several sites may be the same place
     for call in sorted(facts.firsts, key=attrgetter("start_ns")):
         firsts.setdefault(call.site.key, call)
@@ -375,7 +375,7 @@ def _divide_preparation_times(
     around = trace.are_of_sites(
         [site.kind == "request" or bool(phase) for site, phase in zip(trace.sites, phases, strict=True)]
     )
-    is_within = nearest_above(trace.parent, around) != NONE
+    is_within = find_ancestor(trace.parent, around) != NONE
     is_late = (trace.start_ns >= request_ns) & ~trace.clipped & ~is_within
     for name, word in WORDS.items():
         rows_of_phase = is_late & trace.are_of_sites([phase == name for phase in phases])

@@ -35,13 +35,13 @@ DASHES = 25
 """The number of dashes on each side of a section's title."""
 
 NAME_LEAST = 12
-"""The minimum width of the names in a table, in columns. Wide numbers may shorten names down to it."""
+"""The minimum width of the names in a table, in columns."""
 
 TEXT_LEAST = 32
-"""The minimum width of shortened texts other than names, in columns. It exceeds the width of all numbers."""
+"""The minimum width of a shortened text that is not a name, in columns."""
 
 WHOLE_DIGITS = 14
-"""The maximum number of digits of a time that is printed without rounding: 27 hours in ns."""
+"""The maximum number of digits of an integer that is printed without rounding."""
 
 MARKS = ("Mn", "Me", "Cf")
 """The Unicode categories of characters that take no column, such as combining accents."""
@@ -69,14 +69,14 @@ def code_location_of(site: Site) -> str:
     return site.function or (f"{site.file}:{site.line}" if site.file else "")
 
 
-def column_width(text: str) -> int:
+def measure_width(text: str) -> int:
     """Return the width of a text in terminal columns: two for a wide East Asian character, 0 for a combining mark."""
     if text.isascii():
         return len(text)
-    return sum(map(_count_columns, text))
+    return sum(map(_measure_char_width, text))
 
 
-def _count_columns(char: str) -> int:
+def _measure_char_width(char: str) -> int:
     if unicodedata.category(char) in MARKS:
         return 0
     return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
@@ -84,16 +84,16 @@ def _count_columns(char: str) -> int:
 
 def shorten(text: str, limit: int) -> str:
     """Return the text in at most `limit` columns. The middle of a longer text is replaced by `...`."""
-    if column_width(text) <= limit:
+    if measure_width(text) <= limit:
         return text
     room = limit - 3
     if room < 1:
         return "..."[: max(limit, 0)]
     tail = room // 2
-    end = len(text) - len(_take_first_columns(text[::-1], tail))
-    while end < len(text) and not _count_columns(text[end]):
+    end = len(text) - len(_cut_to_width(text[::-1], tail))
+    while end < len(text) and not _measure_char_width(text[end]):
         end += 1
-    return _take_first_columns(text, room - tail) + "..." + text[end:]
+    return _cut_to_width(text, room - tail) + "..." + text[end:]
 
 
 def shorten_distinctly(texts: Sequence[str], limit: int) -> list[str]:
@@ -115,7 +115,7 @@ def shorten_distinctly(texts: Sequence[str], limit: int) -> list[str]:
 
 
 def _shorten_to_differences(texts: Sequence[str], limit: int) -> dict[str, str]:
-    shown = _shorten_to_rest_from(texts, [_count_common_characters(texts)] * len(texts), limit)
+    shown = _cut_common_prefixes(texts, [_count_common_characters(texts)] * len(texts), limit)
     alike: dict[str, list[str]] = {}
     for text, short in shown.items():
         alike.setdefault(short, []).append(text)
@@ -123,7 +123,7 @@ def _shorten_to_differences(texts: Sequence[str], limit: int) -> dict[str, str]:
         if len(group) > 1:
             group.sort()
             shared = [0, *map(_count_common_characters, pairwise(group)), 0]
-            shown |= _shorten_to_rest_from(group, list(map(max, shared, shared[1:])), limit)
+            shown |= _cut_common_prefixes(group, list(map(max, shared, shared[1:])), limit)
     return shown
 
 
@@ -131,21 +131,21 @@ def _count_common_characters(texts: Sequence[str]) -> int:
     return len(commonprefix(texts))  # noqa: RUF071 - of texts, which are no paths
 
 
-def _shorten_to_rest_from(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:
+def _cut_common_prefixes(texts: Sequence[str], partings: Sequence[int], limit: int) -> dict[str, str]:
     shown = {}
     for text, parting in zip(texts, partings, strict=True):
-        while 0 < parting < len(text) and not _count_columns(text[parting]):
+        while 0 < parting < len(text) and not _measure_char_width(text[parting]):
             parting -= 1
-        begin = _take_first_columns(text[:parting], limit // 4) + "..."
+        begin = _cut_to_width(text[:parting], limit // 4) + "..."
         remainder = text[parting:]
-        shown[text] = begin + shorten(remainder, limit - column_width(begin)) if remainder else shorten(text, limit)
+        shown[text] = begin + shorten(remainder, limit - measure_width(begin)) if remainder else shorten(text, limit)
     return shown
 
 
-def _take_first_columns(text: str, limit: int) -> str:
+def _cut_to_width(text: str, limit: int) -> str:
     width = 0
     for index, char in enumerate(text):
-        width += _count_columns(char)
+        width += _measure_char_width(char)
         if width > limit:
             return text[:index]
     return text
@@ -157,13 +157,13 @@ def wrap_text(text: str) -> list[str]:
     indent = " " * (len(text) - len(words))
     lines, line = list[str](), indent
     for word in words.split(" "):
-        if column_width(line) + 1 + column_width(word) <= LINE or line.isspace():
+        if measure_width(line) + 1 + measure_width(word) <= LINE or line.isspace():
             line += " " * (line != indent and not line.isspace()) + word
         else:
             lines.append(line)
             line = f"{indent}  {word}"
-        while column_width(line) > LINE:
-            first = _take_first_columns(line, LINE)
+        while measure_width(line) > LINE:
+            first = _cut_to_width(line, LINE)
             lines.append(first)
             line = f"{indent}  {line[len(first) :]}"
     return [part.rstrip() for part in (*lines, line)]
@@ -243,16 +243,16 @@ def make_title_lines(text: str) -> list[str]:
 
 
 def make_section_title_lines(text: str) -> list[str]:
-    blanks, dashes = max(27 - column_width(text), 0), "-" * DASHES
+    blanks, dashes = max(27 - measure_width(text), 0), "-" * DASHES
     return [f"{dashes}{' ' * (blanks // 2)}{text}{' ' * (blanks - blanks // 2)}{dashes}", ""]
 
 
 def make_table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], least_widths: Sequence[int]) -> list[str]:
     lines = [header, *rows]
     by_column = zip(least_widths, zip(*lines, strict=True), strict=True)
-    widths = [max(least, max(map(column_width, cells)) + GAP) for least, cells in by_column]
+    widths = [max(least, max(map(measure_width, cells)) + GAP) for least, cells in by_column]
     padded = [
-        [cell + " " * (width - column_width(cell)) for cell, width in zip(line, widths, strict=True)] for line in lines
+        [cell + " " * (width - measure_width(cell)) for cell, width in zip(line, widths, strict=True)] for line in lines
     ]
     return ["".join(cells).rstrip() for cells in padded]
 
@@ -261,7 +261,7 @@ def make_named_table_lines(header: Sequence[str], rows: Sequence[Sequence[str]],
     """Return the lines of a table whose first column contains names. Long texts are shortened, so that a line fits into
     `LINE` columns."""
     escaped = [[printable(name) or "(no name)", *cells] for name, *cells in rows]
-    widths = [max(least_width, max(map(column_width, cells)) + GAP) for cells in zip(header, *escaped, strict=True)]
+    widths = [max(least_width, max(map(measure_width, cells)) + GAP) for cells in zip(header, *escaped, strict=True)]
     for column, width in enumerate(widths[1:], 1):
         if (excess := sum(widths) - LINE) > 0 and width > TEXT_LEAST:
             widths[column] = max(width - excess, TEXT_LEAST)

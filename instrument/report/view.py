@@ -93,7 +93,7 @@ class SortKey:
     ascending: bool
 
     @classmethod
-    def of_options(cls, options: Options) -> SortKey:
+    def parse_sort_key(cls, options: Options) -> SortKey:
         part, _, column = options.sorted_by.rpartition("_")
         return cls(part or ("gpu" if options.state == "GPU" else "cpu"), column, bool(part) and column == "min")
 
@@ -203,9 +203,9 @@ class Recording:
 
     @cached_property
     def turns(self) -> Turns:
-        from instrument.trace.ledger import turns_of
+        from instrument.trace.ledger import find_turns
 
-        return turns_of(self.columns, self.joined)
+        return find_turns(self.columns, self.joined)
 
     @cached_property
     def ledger(self) -> Ledger:
@@ -239,7 +239,7 @@ class Recording:
         return self.make_stats()
 
     @classmethod
-    def of_trace(cls, trace: Trace, make_tally: Callable[[], Tally] | None = None) -> Recording:
+    def from_trace(cls, trace: Trace, make_tally: Callable[[], Tally] | None = None) -> Recording:
         """Return the recording of a trace. `make_tally` returns the file's tally. Without it, the spans are counted."""
 
         def count_spans(recording: Recording) -> Tally:
@@ -261,9 +261,9 @@ class Recording:
         return recording_of_trace
 
     @classmethod
-    def of_saved(cls, saved: Saved) -> Recording:
+    def from_file(cls, saved: Saved) -> Recording:
         """Return the recording of a file. Spans are made only if a view needs them."""
-        return cls.of_trace(saved.trace, saved.tally_or_count)
+        return cls.from_trace(saved.trace, saved.read_or_count_totals)
 
 
 def make_json_values(value: Any) -> Any:

@@ -35,14 +35,13 @@ SOCKET = "agent.sock"
 NOTE_SUFFIX = ".process"
 UNSENT = "unsent"
 UNSEEN_SUFFIX = ".unseen"
-"""The suffix after the socket's path that names the file of notes on unrecorded processes. `sitecustomize` has a
-copy."""
+"""The suffix of the file of notes on unrecorded processes. `sitecustomize` repeats this value."""
 
 ADDRESS_BYTES = 107
 """The maximum length in bytes of a Unix socket's path."""
 
 MOST_WAITING = 512
-"""The maximum number of processes that wait to join while the agent is busy (its socket's backlog)."""
+"""The maximum number of processes that wait to join while the agent is busy."""
 
 ANSWER_S = 5.0
 """The seconds after which an agent without an answer counts as hanging."""
@@ -50,7 +49,7 @@ ANSWER_S = 5.0
 _RUN_NAME = late_pattern(r"[\w.-]{1,64}")
 
 
-def shared_file(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
+def find_shared_file(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
     """Return the path of a file that the processes of a run share, None without a run. Each version of Python has its
     own file."""
     folder = Path(environ.get(VARIABLE, "")).parent
@@ -58,7 +57,7 @@ def shared_file(name: str, environ: Mapping[str, str] = os.environ) -> Path | No
     return folder / f"{name}-{sys.implementation.cache_tag}" if is_own else None
 
 
-def run_parents() -> list[Path]:
+def list_parent_folders() -> list[Path]:
     """Return the folders that may contain this user's runs. New runs go into the first usable one."""
     paths = [os.environ.get(name, "") for name in ("XDG_RUNTIME_DIR", "TMPDIR")]
     folders = [Path(name) for name in [*paths, "/tmp"] if name.startswith("/")]  # noqa: S108 - 0700, and checked
@@ -68,7 +67,7 @@ def run_parents() -> list[Path]:
 def create_run_folder(run: str) -> Path:
     """Create a run's folder, which only its owner may enter. Raises `OSError`."""
     problem: OSError = FileNotFoundError("no folder for runs")
-    for home in run_parents():
+    for home in list_parent_folders():
         if len(os.fsencode(home / run / SOCKET)) > ADDRESS_BYTES:
             continue
         try:
@@ -157,7 +156,7 @@ def _agent_answers(path: Path) -> bool:
 def list_runs() -> list[Path]:
     """Return the folders of this user's runs, the oldest first. Runs without an agent are included."""
     folders = []
-    for home in run_parents():
+    for home in list_parent_folders():
         with suppress(OSError):
             refuse_shared_folder(home)
             folders += [path for path in home.iterdir() if _RUN_NAME.fullmatch(path.name) and path.is_dir()]
@@ -330,7 +329,7 @@ LOCK_RETRY_S, LOCK_TRIES = 0.01, 50
 """The seconds between two attempts to lock the start of an agent, and the maximum number of attempts."""
 
 
-def prepare_run(run: str) -> socket.socket:
+def create_run_socket(run: str) -> socket.socket:
     """Create a run's folder and its agent's socket, so that processes can join. Raises `OSError`."""
     path = create_run_and_socket_path(run)
     try:

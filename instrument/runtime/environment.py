@@ -15,10 +15,10 @@ from instrument import clock
 from instrument.runtime.cheap_start import NamedTuple, late_pattern
 
 CHECK_FOLDER = "INSTRUMENT_CHECK_FOLDER"
-"""The environment variable with which `instrument check` sets the folder for reports to itself."""
+"""The environment variable with the folder for the reports that `instrument check` reads."""
 
 INIT_FOLDER = "INSTRUMENT_INIT_FOLDER"
-"""The environment variable with which `instrument init` sets the folder for reports to itself."""
+"""The environment variable with the folder for the reports that `instrument init` reads."""
 
 PROC = Path("/proc")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -127,7 +127,7 @@ def count_usable_cores(pid: int | None = None) -> float:
         allowed = float(len(os.sched_getaffinity(pid or os.getpid())))
     except (AttributeError, OSError):  # not on every system
         allowed = float(os.cpu_count() or 1)
-    limits = (numbers for numbers in _read_limits(_CORE_LIMITS, pid) if len(numbers) == 2 and min(numbers) > 0)
+    limits = (numbers for numbers in _read_cgroup_limits(_CORE_LIMITS, pid) if len(numbers) == 2 and min(numbers) > 0)
     return min([allowed, *(quota / period for quota, period in limits)])
 
 
@@ -136,7 +136,7 @@ def measure_usable_memory_bytes() -> int | None:
         machine = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (AttributeError, OSError, ValueError):  # not on every system
         machine = []
-    limits = chain.from_iterable(_read_limits(_MEMORY_LIMITS))
+    limits = chain.from_iterable(_read_cgroup_limits(_MEMORY_LIMITS))
     return min([*machine, *limits], default=None)
 
 
@@ -154,10 +154,10 @@ def memory_waits_us(pid: int | None = None) -> int | None:
 
 _CORE_LIMITS = {"": ["cpu.max"], "cpu": ["cpu.cfs_quota_us", "cpu.cfs_period_us"]}
 _MEMORY_LIMITS = {"": ["memory.max"], "memory": ["memory.limit_in_bytes"]}
-"""The files with a control group's memory limit, by controller. Version 2 has "" as controller."""
+"""The file with the memory limit of a control group, by controller. Version 2 has "" as controller."""
 
 
-def _read_limits(names: Mapping[str, list[str]], pid: int | None = None) -> Iterator[list[int]]:
+def _read_cgroup_limits(names: Mapping[str, list[str]], pid: int | None = None) -> Iterator[list[int]]:
     for controller, group in control_groups(pid):
         with suppress(OSError, ValueError):  # "max" is no number, and means no limit
             yield [int(number) for name in names.get(controller, ()) for number in (group / name).read_text().split()]
@@ -201,13 +201,13 @@ class Connections(NamedTuple):
     sockets: frozenset[str]
 
 
-def connections_of(
+def list_connections(
     process: Path, listened: frozenset[int] = frozenset(), table: Iterable[TcpRow] | None = None, start_ticks: int = 0
 ) -> Connections:
     """Return the TCP connections of a process, whose folder in `/proc` is `process`. `listened` are ports at which it
     listened earlier. For an ended process, `table` has the sockets of its network, and `start_ticks` is its start time
     in clock ticks."""
-    least_left = _compute_ticks_left(start_ticks or clock.read_process_start_ticks(process / "stat"))
+    least_left = _compute_time_wait(start_ticks or clock.read_process_start_ticks(process / "stat"))
     inodes = list_socket_inodes(process)
     rows = list(read_tcp_rows(process) if table is None else table)
     listening = {row.port: row.inode for row in rows if row.state == LISTENS and row.inode in inodes}
@@ -278,7 +278,7 @@ class TcpRow(NamedTuple):
     ticks_left: int
 
 
-def _compute_ticks_left(start_ticks: int) -> int:
+def _compute_time_wait(start_ticks: int) -> int:
     """Return the clock ticks for which the system still lists a connection that closed at the time `start_ticks`."""
     hertz = os.sysconf("SC_CLK_TCK")
     clock_id = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # without it there are no rows to judge either

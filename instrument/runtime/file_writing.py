@@ -152,7 +152,7 @@ def compressor(zlib_level: int, *, is_raw: bool = False) -> Compressor:
 
 
 def open_gzip(path: Path) -> gzip.GzipFile:
-    """Open a gzip file for reading. Incomplete data raises one of `damage_errors()`."""
+    """Open a gzip file for reading. Incomplete data raises one of `list_gzip_errors()`."""
     try:
         from isal import igzip
     except ImportError:
@@ -160,7 +160,7 @@ def open_gzip(path: Path) -> gzip.GzipFile:
     return igzip.IGzipFile(path)  # type: ignore[no-untyped-call]
 
 
-def damage_errors() -> tuple[type[Exception], ...]:
+def list_gzip_errors() -> tuple[type[Exception], ...]:
     of_zlib: tuple[type[Exception], ...] = (EOFError, zlib.error, gzip.BadGzipFile)
     try:
         from isal import isal_zlib

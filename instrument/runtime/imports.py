@@ -59,7 +59,7 @@ class _Loader:
         finder = self._finder
         if self._is_wanted and finder.listens:
             FAULTS.attempt("import hook", lambda: finder.begins(module.__name__))
-        resume = bool if finder.watch is None else finder.watch.pause()
+        resume = bool if finder.watch is None else finder.watch.pause_tracing()
         try:
             self._loader.exec_module(module)
         finally:
@@ -115,7 +115,7 @@ class Finder:
         before = getattr(self._busy, "name", None)
         try:
             is_wanted = before != fullname and self._wants(fullname)
-            is_traced = self.watch is not None and self.watch.is_traced()
+            is_traced = self.watch is not None and self.watch.is_trace_set()
             if before == fullname or not (is_wanted or is_traced):
                 return None
         except Exception as fault:  # such as a module of ours that cannot be loaded any more
@@ -153,12 +153,12 @@ def install_import_hook(
         if is_unloaded_lazy_module(module) and wants(name):
             finder.wrap_loader(object.__getattribute__(module, "__spec__"))
 
-    def undo() -> None:
+    def remove_hook() -> None:
         finder.listens = False
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
 
-    return undo
+    return remove_hook
 
 
 def is_unloaded_lazy_module(module: object) -> bool:

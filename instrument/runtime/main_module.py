@@ -99,7 +99,7 @@ class Plan(NamedTuple):
     last: int
 
 
-def plan_name_reports(body: ast.Module) -> Plan:
+def plan_report_lines(body: ast.Module) -> Plan:
     stops: set[int] = set()
     names: set[str] = set()
     last = 0
@@ -108,7 +108,7 @@ def plan_name_reports(body: ast.Module) -> Plan:
         end = statement.end_lineno or statement.lineno
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             first = min([statement.lineno, *(decorator.lineno for decorator in statement.decorator_list)])
-            if names.intersection(_names_at_definition(statement)):
+            if names.intersection(_find_used_names(statement)):
                 stops.update(range(first, statement.lineno + 1))
             names.add(statement.name)
             last = max(last, end)
@@ -138,7 +138,7 @@ def _inner_blocks(statement: ast.stmt) -> list[list[ast.stmt]]:
     return [block for block in [*blocks, *(part.body for part in parts)] if block]
 
 
-def _names_at_definition(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[str]:
+def _find_used_names(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[str]:
     parts: list[ast.AST] = list(statement.decorator_list)
     if isinstance(statement, ast.ClassDef):
         parts += [*statement.bases, *statement.keywords, *statement.body]
@@ -158,10 +158,10 @@ def _makes_function(value: ast.expr | None, names: set[str]) -> bool:
     )
 
 
-def _plan_reports_of_source(code: CodeType, names: dict[str, Any]) -> Plan | None:
+def _plan_source_lines(code: CodeType, names: dict[str, Any]) -> Plan | None:
     try:
         source = "".join(linecache.getlines(code.co_filename, names))
-        return plan_name_reports(ast.parse(source)) if source else None
+        return plan_report_lines(ast.parse(source)) if source else None
     except (SyntaxError, ValueError, RecursionError):
         return None
 
@@ -191,7 +191,7 @@ class Watch:
             if self._is_main(frame.f_code, frame.f_globals):
                 self._seen = _identities_by_name(frame.f_globals)  # the caller has looked at these
                 self._plan, self._names = (
-                    _plan_reports_of_source(frame.f_code, frame.f_globals) or self._plan,
+                    _plan_source_lines(frame.f_code, frame.f_globals) or self._plan,
                     frame.f_globals,
                 )
                 if self._plan.last > frame.f_lineno and (means := self._acquire_hook()) is not None:
@@ -203,42 +203,42 @@ class Watch:
         is_starting = any(frame.f_globals.get("__name__") == "site" for frame in frames)
         if is_starting and self._wants(MAINS[0]) and (is_child or first_argument not in ("", "-", "-c")):
             self._mains = MAINS[1:] if is_child else MAINS
-            self._wait()
+            self._listen_for_body()
 
     def await_body(self) -> None:
         """Prepare to watch the body that `runpy` runs next on this thread. It may be the main module."""
         self._is_next = True
-        self._wait()
+        self._listen_for_body()
 
-    def _wait(self) -> None:
+    def _listen_for_body(self) -> None:
         if self._means is None and (means := self._acquire_hook()) is not None:
-            means.listen()
+            means.listen_for_body()
 
     def end(self) -> None:
         means, self._means = self._means, None
         if means is not None:
-            means.release()
+            means.release_hook()
 
-    def is_traced(self) -> bool:
-        return type(self._means) is _Tracing and self._means.is_on()
+    def is_trace_set(self) -> bool:
+        return type(self._means) is _Tracing and self._means.is_trace_set()
 
-    def pause(self) -> Callable[[], object]:
+    def pause_tracing(self) -> Callable[[], object]:
         """Remove this thread's trace function during an import. Return the function that sets it again."""
         means = self._means
-        if not isinstance(means, _Tracing) or not means.is_on():
+        if not isinstance(means, _Tracing) or not means.is_trace_set():
             return bool
         sys.settrace(None)
-        return means.resume
+        return means.resume_tracing
 
     def _acquire_hook(self) -> _Monitoring | _Tracing | None:
         means = _Monitoring(self) if sys.version_info >= (3, 12) else _Tracing(self)
-        self._means = means if means.take() else None
+        self._means = means if means.acquire_hook() else None
         return self._means
 
     def _is_main(self, code: CodeType, names: dict[str, Any]) -> bool:
         if code.co_name != "<module>" or names.get("__name__") not in self._mains:
             return False
-        module = _module_of(names)
+        module = _find_module(names)
         return module is not None and any(map(self._wants, list_names_of_module(module)))
 
     def is_body_to_watch(self, code: CodeType, names: dict[str, Any]) -> bool:
@@ -247,7 +247,7 @@ class Watch:
         if self._names:
             return False  # it has been found
         if self._is_main(code, names):
-            plan = _plan_reports_of_source(code, names)
+            plan = _plan_source_lines(code, names)
             if plan is None:
                 self.end()
                 return False
@@ -270,7 +270,7 @@ class Watch:
 
     def report_names(self) -> None:
         """Report the module if its names have changed since the last report."""
-        module = _module_of(self._names)
+        module = _find_module(self._names)
         if module is None or _identities_by_name(self._names) == self._seen:
             return
         FAULTS.attempt("watch of __main__", lambda: self._defined(module))
@@ -281,7 +281,7 @@ def _identities_by_name(names: dict[str, Any]) -> dict[str, int]:
     return {name: id(value) for name, value in list(names.items())}
 
 
-def _module_of(names: dict[str, Any]) -> ModuleType | None:
+def _find_module(names: dict[str, Any]) -> ModuleType | None:
     module = sys.modules.get(names.get("__name__", ""))
     is_it = issubclass(type(module), ModuleType) and object.__getattribute__(module, "__dict__") is names
     return module if is_it else None
@@ -293,24 +293,24 @@ class _Tracing:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
 
-    def take(self) -> bool:
+    def acquire_hook(self) -> bool:
         return sys.gettrace() is None  # else a debugger's or a coverage tool's, which comes first
 
-    def listen(self) -> None:
+    def listen_for_body(self) -> None:
         sys.settrace(self._handle_call_event)
 
     def watch_code(self, code: CodeType, frame: FrameType) -> None:
         frame.f_trace = self._handle_line_event
         sys.settrace(self._handle_call_event)
 
-    def release(self) -> None:
-        if self.is_on():
+    def release_hook(self) -> None:
+        if self.is_trace_set():
             sys.settrace(None)
 
-    def is_on(self) -> bool:
+    def is_trace_set(self) -> bool:
         return sys.gettrace() == self._handle_call_event
 
-    def resume(self) -> None:
+    def resume_tracing(self) -> None:
         """Set the trace function after a pause, unless another one was set or the watch has ended."""
         if self._watch._means is self and sys.gettrace() is None:
             sys.settrace(self._handle_call_event)
@@ -319,7 +319,7 @@ class _Tracing:
         """Return True if the watch has ended, and remove the trace function. Only the thread itself can remove it."""
         if self._watch._means is self:
             return False
-        self.release()
+        self.release_hook()
         return True
 
     def _handle_call_event(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -351,7 +351,7 @@ if sys.version_info >= (3, 12):
             self._tool = -1
             self._code: CodeType | None = None
 
-        def take(self) -> bool:
+        def acquire_hook(self) -> bool:
             monitoring = sys.monitoring
             for tool in (4, 3, monitoring.PROFILER_ID):  # the first two belong to nobody
                 if monitoring.get_tool(tool) is None:
@@ -360,19 +360,19 @@ if sys.version_info >= (3, 12):
                     return True
             return False
 
-        def listen(self) -> None:
+        def listen_for_body(self) -> None:
             events = sys.monitoring.events
-            sys.monitoring.register_callback(self._tool, events.PY_START, self._started)
+            sys.monitoring.register_callback(self._tool, events.PY_START, self._handle_start)
             sys.monitoring.set_events(self._tool, events.PY_START)
 
         def watch_code(self, code: CodeType, frame: FrameType | None) -> None:
             self._code = code
             events = sys.monitoring.events
-            sys.monitoring.register_callback(self._tool, events.LINE, self._ran)
-            sys.monitoring.register_callback(self._tool, events.PY_RETURN, self._returned)
+            sys.monitoring.register_callback(self._tool, events.LINE, self._handle_line)
+            sys.monitoring.register_callback(self._tool, events.PY_RETURN, self._handle_return)
             sys.monitoring.set_local_events(self._tool, code, events.LINE | events.PY_RETURN)
 
-        def release(self) -> None:
+        def release_hook(self) -> None:
             monitoring, events = sys.monitoring, sys.monitoring.events
             monitoring.set_events(self._tool, events.NO_EVENTS)
             if self._code is not None:
@@ -381,7 +381,7 @@ if sys.version_info >= (3, 12):
                 monitoring.register_callback(self._tool, event, None)
             monitoring.free_tool_id(self._tool)
 
-        def _started(self, code: CodeType, offset: int) -> Any:
+        def _handle_start(self, code: CodeType, offset: int) -> Any:
             if code.co_name not in _WATCHED:
                 return sys.monitoring.DISABLE
             if self._watch.is_body_to_watch(code, sys._getframe(1).f_globals):
@@ -389,11 +389,11 @@ if sys.version_info >= (3, 12):
                 self.watch_code(code, None)
             return None
 
-        def _ran(self, code: CodeType, line: int) -> Any:
+        def _handle_line(self, code: CodeType, line: int) -> Any:
             if code is self._code and self._watch._means is self:
                 self._watch.report_before_line(line)
 
-        def _returned(self, code: CodeType, offset: int, value: object) -> Any:
+        def _handle_return(self, code: CodeType, offset: int, value: object) -> Any:
             if code is self._code and self._watch._means is self:
                 self._watch.report_names_and_end()
 

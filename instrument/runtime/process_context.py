@@ -30,7 +30,7 @@ The name is written last. The time is on the boot-time clock, and 0 while the pa
 """
 
 PAYLOAD_LIMIT = 64 << 10
-"""The maximum bytes of a payload that readers accept."""
+"""The maximum size in bytes of a payload that readers accept."""
 
 _PUBLISHED_AT = 16
 _PAGE_BYTES = 4096

@@ -90,7 +90,7 @@ class _Guard:
         if path is not None:
             return None
         if not _is_own_import(sys._getframe(1)):
-            self.release()
+            self.unload_modules()
             if fullname in self.of_service:
                 spec = PathFinder.find_spec(fullname)
                 if spec is not None:
@@ -107,7 +107,7 @@ class _Guard:
             spec.loader = Loaded(module)  # type: ignore[assignment]
         return spec
 
-    def release(self) -> None:
+    def unload_modules(self) -> None:
         """Remove our standard modules from `sys.modules`, so that the service loads its own."""
         while self._loaded:
             name = self._loaded.pop()
@@ -118,7 +118,7 @@ class _Guard:
 def restore_service_modules() -> None:
     for finder in sys.meta_path:
         if isinstance(finder, _Guard):
-            finder.release()
+            finder.unload_modules()
             sys.modules.update(finder.of_service)
             finder.of_service.clear()
 

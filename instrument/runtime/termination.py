@@ -59,7 +59,7 @@ class Termination:
             disposition = bare_get(signalnum)
             return signal.SIG_DFL if disposition is self._handler else disposition
 
-        def undo() -> None:
+        def uninstall_handler() -> None:
             self._is_active = False
             # Others may have replaced them after us; ours then only call the originals.
             if signal.signal is set_disposition:
@@ -74,7 +74,7 @@ class Termination:
         signal.signal, signal.getsignal = set_disposition, get_disposition
         if bare_get(signal.SIGTERM) == signal.SIG_DFL:
             self._set_handler(signal.SIGTERM)
-        return undo
+        return uninstall_handler
 
     def _set_handler(self, number: int) -> Any:
         before = self._set(number, self._handler)
@@ -104,18 +104,18 @@ def call_before_exit(action: Callable[[int], object]) -> Callable[[], None]:
     bare_exit = os._exit
 
     @functools.wraps(bare_exit)
-    def leave(status: int) -> NoReturn:
+    def call_and_exit(status: int) -> NoReturn:
         try:
             action(status)
         finally:
             bare_exit(status)
 
-    def undo() -> None:
-        if os._exit is leave:
+    def restore_exit() -> None:
+        if os._exit is call_and_exit:
             os._exit = bare_exit
 
-    os._exit = leave
-    return undo
+    os._exit = call_and_exit
+    return restore_exit
 
 
 def _address_of_handler(number: int) -> int | None:

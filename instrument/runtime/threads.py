@@ -112,14 +112,14 @@ _library_threads: dict[int, int] = {}
 def count_library_threads() -> Iterator[None]:
     """Count threads that a library starts in the `with` block as our own. For example, numpy's import starts threads of
     OpenBLAS."""
-    before = _count_tasks()
+    before = _count_threads()
     try:
         yield
     finally:
-        _library_threads[os.getpid()] = _library_threads.get(os.getpid(), 0) + _count_tasks() - before
+        _library_threads[os.getpid()] = _library_threads.get(os.getpid(), 0) + _count_threads() - before
 
 
-def _count_tasks() -> int:
+def _count_threads() -> int:
     try:
         return len(list(Path("/proc/self/task").iterdir()))
     except OSError:
@@ -143,7 +143,7 @@ _PYTHON_WARNS = sys.version_info >= (3, 12)
 def silence_fork_warning() -> None:
     """Suppress Python's warning about threads at the next fork, if all other threads are ours."""
     ours = sum(pid == os.getpid() for _, pid in list(_own_threads.values())) + _library_threads.get(os.getpid(), 0)
-    if ours and _PYTHON_WARNS and _count_tasks() == ours + 1 and _QUIET not in warnings.filters:
+    if ours and _PYTHON_WARNS and _count_threads() == ours + 1 and _QUIET not in warnings.filters:
         # Not by `filterwarnings`, which would make Python forget its warnings.
         warnings.filters.insert(0, _QUIET)  # type: ignore[attr-defined]
 
@@ -168,12 +168,12 @@ def hook_forks(before: Callable[[], None], in_parent: Callable[[], None], in_chi
         _pid = os.getpid()
         in_child()
 
-    def catch_up() -> None:
+    def call_missed_hooks() -> None:
         before()
         begin_child()
 
     os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=begin_child)
-    globals().update(_pid=os.getpid(), _child_begins=catch_up)
+    globals().update(_pid=os.getpid(), _child_begins=call_missed_hooks)
 
 
 def catch_up_with_fork() -> None:

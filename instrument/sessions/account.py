@@ -32,7 +32,7 @@ else:
 MOST_COMPLAINTS = 20
 
 MOST_UNCALLED = 500
-"""The maximum number of uncalled targets whose names go into the run's report. Beyond that, none is named."""
+"""The maximum number of uncalled targets that the run's report names. With more, it names none."""
 
 SUB_INTERPRETER_MODULES = {"_interpreters", "_xxsubinterpreters"}
 """The modules that a program imports to make sub-interpreters, in which nothing is recorded."""
@@ -79,7 +79,7 @@ class SessionDiagnostics:
         if log:
             logger.warning(message)
 
-    def note_refusal(self, message: str) -> None:
+    def note_refused_profile(self, message: str) -> None:
         """Log the reason why a profile was refused, and keep it until the next successful reload."""
         if (message,) != self.refused:
             logger.warning("reload: %s", message)
@@ -92,28 +92,28 @@ class SessionDiagnostics:
     # ---------------------------------------------------------------- its readings
 
     def cost(self, window_ns: int) -> Cost:
-        mean_ns = self.compute_mean_call_ns()
-        cold_ns = mean_ns + self.costs.cold_ns if mean_ns else 0.0
-        return Cost(self.recorder.calls, mean_ns, window_ns, sum(self.threads_ns().values()), cold_ns)
+        mean_ns = self.compute_call_cost_ns()
+        cold_ns = mean_ns + self.costs.cold_cost_ns if mean_ns else 0.0
+        return Cost(self.recorder.calls, mean_ns, window_ns, sum(self.read_cpu_ns().values()), cold_ns)
 
-    def compute_mean_call_ns(self) -> float:
+    def compute_call_cost_ns(self) -> float:
         calls = calls_by_site(self.recorder)
         probes_ns, counted = self.costs.sum_cost_ns(calls), sum(calls.values())
-        return (probes_ns + self.measure_device_events_ns()) / counted if counted else 0.0
+        return (probes_ns + self.measure_event_cost_ns()) / counted if counted else 0.0
 
     def compute_cost_of_window(self, calls: Mapping[Site, int], timed: int, window_ns: int, session_ns: int) -> Cost:
         """Return the instrumentation's cost in a window. `calls` are the calls by site, of which `timed` have device
         times. The processor time of our threads is spread evenly over `session_ns`."""
         spans = sum(calls.values())
-        probes_ns = self.costs.sum_cost_ns(calls) + (timed * self.timing.pair_ns if timed and self.timing else 0.0)
+        probes_ns = self.costs.sum_cost_ns(calls) + (timed * self.timing.pair_cost_ns if timed and self.timing else 0.0)
         mean_ns = probes_ns / spans if spans else 0.0
-        threads_ns = sum(self.threads_ns().values()) * window_ns // max(session_ns, 1)
-        return Cost(spans, mean_ns, window_ns, threads_ns, mean_ns + self.costs.cold_ns if spans else 0.0)
+        threads_ns = sum(self.read_cpu_ns().values()) * window_ns // max(session_ns, 1)
+        return Cost(spans, mean_ns, window_ns, threads_ns, mean_ns + self.costs.cold_cost_ns if spans else 0.0)
 
-    def measure_device_events_ns(self) -> float:
+    def measure_event_cost_ns(self) -> float:
         return 0.0 if self.timing is None else self.timing.cost_ns()[0]
 
-    def threads_ns(self) -> dict[str, int]:
+    def read_cpu_ns(self) -> dict[str, int]:
         ns_by_work = {"looking through spans": self.thread_ns, "reading gauges": self.gauges.thread_ns}
         if self.exporter is not None:
             ns_by_work["sending to the collector"] = self.exporter.thread_ns
@@ -125,9 +125,9 @@ class SessionDiagnostics:
         rings = self.recorder.rings()
         return view.InstrumentationStats(
             clock=clock,
-            added_ns=lambda sites: [self.costs.cost_of(site).added_ns for site in sites],
-            pairs_ns=self.measure_device_events_ns(),
-            threads_ns=self.threads_ns(),
+            added_ns=lambda sites: [self.costs.find_site_cost(site).added_ns for site in sites],
+            pairs_ns=self.measure_event_cost_ns(),
+            threads_ns=self.read_cpu_ns(),
             passed=self.recorder.muted_calls(),
             muted=set(self.recorder.passes),
             held_rows=sum(min(ring.head, ring.capacity) for ring in rings),
@@ -144,7 +144,7 @@ class SessionDiagnostics:
         counts.update(self.gauges.losses())
         counts["spans overwritten before the steps in them were counted"] = self.windows.lost_rows
         if self.exporter is not None:
-            counts.update(metrics.losses() if (metrics := self.handover.metrics()) is not None else {})
+            counts.update(metrics.losses() if (metrics := self.handover.restore_metrics()) is not None else {})
             sent_counts = self.exporter.own.counts  # the recording counts what it sends
             counts.update({f"spans {name} by the OTLP export": sent_counts.get(name, 0) for name in _UNSENT})
         counts.update(self.handover.losses())
@@ -164,7 +164,7 @@ class SessionDiagnostics:
         ]
         if uncalled := _uncalled_targets(verdict for verdict in verdicts if verdict.rule not in idle):
             notes.append(describe_uncalled_targets(uncalled))
-        notes.extend(f"{event}: {count} times" for event, count in self.recorder.counts().items())
+        notes.extend(f"{event}: {count} times" for event, count in self.recorder.count_unusual_events().items())
         notes.extend(FAULTS.describe_unreadable_values())
         notes.extend(
             f"fault of instrument in the {place}: {count} times" for place, count in FAULTS.count_by_place().items()
@@ -182,7 +182,7 @@ class SessionDiagnostics:
         notes.extend(filter(None, (self.ranges.reason, self.imports.why_not)))
         notes.extend(self.budget.notes(with_muted=with_muted))
         notes.extend(self.gauges.notes())
-        if (metrics := self.handover.metrics()) is not None:
+        if (metrics := self.handover.restore_metrics()) is not None:
             notes.extend(metrics.notes())
         notes.extend(f"reload: {refused}" for refused in self.refused)
         notes.extend(self._complaints)
@@ -216,8 +216,8 @@ class SessionDiagnostics:
         for site, passed in self.recorder.muted_calls().items():
             calls[site.key] += passed
         # A call that has not ended is one too: a server's main loop never does.
-        calls.update(self.recorder.site_of(row).key for _, row in self.recorder.open_rows())
-        return [verdict.with_calls(lambda site: calls[site.key]) for verdict in verdicts]
+        calls.update(self.recorder.find_site(row).key for _, row in self.recorder.open_rows())
+        return [verdict.with_call_count(lambda site: calls[site.key]) for verdict in verdicts]
 
 
 def _is_idle_rule(verdict: Verdict) -> bool:

@@ -17,7 +17,7 @@ from instrument.errors import ExportError
 from instrument.profile.model import Otlp
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.export_checkpoint import SENT, losses_by_name
-from instrument.recording.trace_context import encode_remote
+from instrument.recording.trace_context import encode_parent
 from instrument.runtime import environment
 from instrument.runtime.cheap_start import LazyModule, dataclass
 from instrument.runtime.faults import FAULTS
@@ -91,7 +91,7 @@ class Exporting:
     """The export of one session. All methods may be called from any thread.
 
     `_while_no_fork_comes(function)` delays forks until the function has imported modules. `_start_reading()` starts the
-    thread that calls `read_recorded`, if needed.
+    thread that calls `export_new_rows`, if needed.
     """
 
     _recorded: Recorded
@@ -127,20 +127,20 @@ class Exporting:
             self._exporter.after_fork_in_child()
             self._exporter.own.origin = self._recorded.origin()
         self.handover.after_fork_in_child()
-        self._choose_reader()
+        self._choose_export_process()
 
     def prepare_export(self) -> None:
         if self._exporter is not None:
             self._exporter.import_sending_modules()
-            RECORDER.remote_parent = lambda: encode_remote(service_sdk.current_parent())
-        self._choose_reader()
+            RECORDER.remote_parent = lambda: encode_parent(service_sdk.read_current_span())
+        self._choose_export_process()
 
     # ---------------------------------------------------------------- who exports
 
     def join_agent(self) -> bool:
         """Connect to the run's agent, if there is one. Return False if the profile says `agent: off`."""
         account = self._recorded.account
-        if self._facts.needs_agent_to_export and not self._facts.has_agent():
+        if self._facts.needs_agent_to_export and not self._facts.can_have_agent():
             account.complain(NO_AGENT)
         if self._recorded.profile.agent == "off":
             return False
@@ -149,7 +149,7 @@ class Exporting:
             account.complain(f"{problem}; the recording of this process ends with it", log=False)
         return True
 
-    def _choose_reader(self) -> None:
+    def _choose_export_process(self) -> None:
         """Leave the export to an agent that exists or that this process can start, else export here. The choice is
         final."""
         if self._is_left_to_agent() and self._exporter is not None and RECORDER.memory_fd >= 0:
@@ -166,10 +166,10 @@ class Exporting:
             self.handover.writes_dataset = True
 
     def _is_left_to_agent(self) -> bool:
-        return self._recorded.profile.agent != "off" and self._membership.has_agent()
+        return self._recorded.profile.agent != "off" and self._membership.can_have_agent()
 
     def _make_idle_exporter(self) -> sending.Exporter:
-        return sending.Exporter(Otlp(), self._recorded.origin(), RECORDER.threads, detects=False, sends=False)
+        return sending.Exporter(Otlp(), self._recorded.origin(), RECORDER.read_thread_names, detects=False, sends=False)
 
     def _begin_loop(self, sender: sending.Exporter) -> None:
         """Create the loop that reads the recording. No fork may happen meanwhile, because a child would inherit a
@@ -207,7 +207,7 @@ class Exporting:
         if settings is not None:
             key = f"{os.uname().nodename} {os.getpid()}"  # containers may share the folder of its journal
             disk_bytes = self._recorded.profile.limits.disk_bytes
-            loop.attempt_dataset(partial(loop.begin_dataset, export, settings, key, disk_bytes))
+            loop.attempt_on_dataset(partial(loop.begin_dataset, export, settings, key, disk_bytes))
         return export
 
     def publish_facts(self, *, is_joined: bool) -> None:
@@ -216,7 +216,7 @@ class Exporting:
         joined = self._membership.joins if is_joined else 0
         self._gauge_watch.send_updates()
         self._facts.publish_verdicts()
-        if joined != self._announced_join and joined and self._recorded.selection.has_requests():
+        if joined != self._announced_join and joined and self._recorded.selection.has_begun_request():
             self._announced_join = joined
             self._membership.send({"requests": True})
 
@@ -263,16 +263,16 @@ class Exporting:
         is_read = self.loop is not None or recorded.profile.schedule is not None
         return is_read or recorded.profile.budget is not None or recorded.ticks.is_counter_used
 
-    def read_recorded(self, timeout_s: float = -1, *, meters: bool = False) -> None:
+    def export_new_rows(self, timeout_s: float = -1, *, meters: bool = False) -> None:
         """Read and export the rows since the last call. With `meters`, send metrics, too."""
         recorded, cut = self._recorded, self._recorded.windows.cut
         with self.lock.acquire_within(timeout_s) as is_acquired:
             if not is_acquired or not (self.needs_reader_thread() or cut):
                 return
             if self._exporter is not None:
-                self._exporter.own.update_origin()
+                self._exporter.own.update_clock_origin()
             recorded.ticks.check_counter(time.monotonic_ns())
-            recorded.budget.step()
+            recorded.budget.enforce_budget()
             recorded.windows.read_new_rows()
             if self.loop is not None:
                 self._facts.publish_resource()
@@ -285,9 +285,9 @@ class Exporting:
     def prometheus(self, *, openmetrics: bool = False) -> str:
         from instrument.otlp import exposition
 
-        exposition.require_client()
+        exposition.require_prometheus()
         why_alone = "agent: off" if self._recorded.profile.agent == "off" else "for it has no agent"
-        if self._facts.has_agent():
+        if self._facts.can_have_agent():
             try:
                 self._scraped[openmetrics] = self._membership.fetch_metrics(self._saving.run, openmetrics=openmetrics)
             except TimeoutError:
@@ -322,7 +322,7 @@ class Exporting:
                     lambda loop, export: bool(metered_of.update(loop.read_current_metrics([export])))
                 )
             gauges = self._recorded.gauges
-            samples = RECORDER.make_reader().samples(time.monotonic_ns() - GAUGE_AGE_LIMIT_NS)
+            samples = RECORDER.make_reader().read_samples(time.monotonic_ns() - GAUGE_AGE_LIMIT_NS)
             snapshot = next((metered.snapshot for metered in metered_of.values()), None)
             return metrics_queue.Metered(self._recorded.origin(), snapshot, samples, gauges.gpus())
 
@@ -332,7 +332,7 @@ class Exporting:
         """Send all finished spans to the collector. Wait up to `timeout_s` seconds for its answers. Return the counts
         of delivered and undelivered spans, or None without a collector."""
         end = time.monotonic() + timeout_s
-        self.read_recorded(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
+        self.export_new_rows(min(max(timeout_s, 0.0), TIMEOUT_MAX), meters=True)
         if self._exporter is None:
             return None
         if self.loop is not None:
@@ -406,17 +406,17 @@ class Exporting:
         if count := self.flush_by_agent(0.0)[1]:
             self.handover.left = {ABANDONED: count}
 
-    def read_remaining(self, until: float) -> None:
+    def export_rest(self, until: float) -> None:
         """Export the remaining rows if this process reads its own recording. `until` is a time of `time.monotonic`."""
 
-        def read(loop: ExportLoop, export: RecordingExport) -> bool:
+        def read_rows(loop: ExportLoop, export: RecordingExport) -> bool:
             export.has_ended = True
             loop.read_remaining_rows(until)
-            export.settle_remaining()
+            export.settle_remaining_spans()
             loop.end_datasets(until)
             return True
 
-        self._read_own_recording(read)
+        self._read_own_recording(read_rows)
 
     def finish_export(self, *, has_delivered: bool) -> None:
         loop, self.loop = self.loop, None

@@ -218,7 +218,7 @@ class Saving:
             trace = replace(trace, cost=session.cost())
             tally = session.tally()
         else:
-            tally = session.charge_probes(Recording.of_trace(trace).tally)
+            tally = session.add_probe_costs(Recording.from_trace(trace).tally)
         paths = []
         for settings, dump in ((export.chrome, chrome.dump), (export.recording, file.dump)):
             try:
@@ -263,7 +263,7 @@ class Saving:
         if self._summary is not None:
             FAULTS.attempt("room for the summary", self._remove_oldest_files)
 
-    def prepare_files(self) -> None:
+    def import_file_writers(self) -> None:
         """Import the modules that write windows. A fork during a later import on a thread would leave the child a
         half-done import."""
         if asks_for_files(self._session.profile.export) and self._session.profile.schedule is not None:

@@ -45,12 +45,10 @@ else:
 
 WINDOWS_LIMIT = 16
 ROWS_LIMIT = 200_000
-"""The maximum number of waiting windows, and of their rows (0.4 KB each). Beyond it, the oldest windows are dropped and
-counted."""
+"""The maximum number of rows in all waiting windows. Beyond it, the oldest windows are dropped."""
 
 WAIT_LIMIT_NS = 30 * 10**9
-"""The time in ns for which `Profiler.stop` waits until windows are written and sent. Then it drops the remaining
-ones."""
+"""The time in ns for which `Profiler.stop` waits until all windows are written and sent."""
 
 _FILE = "{service}-{pid}-{window}.json.gz"
 
@@ -122,7 +120,7 @@ class Window:
 
     def tally(self) -> Tally:
         """Return the totals of the window's spans. An open span counts with its time in the window."""
-        return Recording.of_trace(self.trace).tally
+        return Recording.from_trace(self.trace).tally
 
     def summary(
         self, *, views: Sequence[str] = ("events",), torch_trace: str | os.PathLike[str] | None = None, **options: Any
@@ -143,7 +141,7 @@ class Window:
             if torch_trace is None
             else chrome.join_torch_trace(self.own_trace(), chrome.read(torch_trace).trace)
         )
-        return Recording.of_trace(trace)
+        return Recording.from_trace(trace)
 
     def _options(self, options: Mapping[str, Any]) -> Options:
         defaults = {
@@ -285,7 +283,7 @@ class _CollectorHandler:
 
     def _send_window(self, window: Window) -> None:
         session = window.session
-        settings = self._settings_for(session)
+        settings = self._choose_settings(session)
         if session.exporting.sends_spans_to(settings):
             session.exporting.send_window(window.recorded.start_ns, window.recorded.end_ns)
             return
@@ -303,7 +301,7 @@ class _CollectorHandler:
             session.recorded.id_generator(),
             trace.threads,
         )
-        before = exporter.counts()["exported"]
+        before = exporter.count_fates()["exported"]
         size = sum(1 + len(span.device) for span in spans)
         delivery = exporter.send(_pack_window(spans, trace.columns, exporter))
         missing = size - (delivery.exported - before)
@@ -314,7 +312,7 @@ class _CollectorHandler:
                 f"collector{f' ({delivery.reason})' if delivery.reason else ''}"
             )
 
-    def _settings_for(self, session: Session) -> Otlp:
+    def _choose_settings(self, session: Session) -> Otlp:
         of_profile = session.profile.export.otlp
         if of_profile is None or "endpoint" in self._argument_names:
             return self._settings
@@ -350,7 +348,7 @@ class Backlog:
         self._is_ending = False
         self._thread: Thread | None = None
 
-    def add(self, window: Window, handlers: Sequence[Handler]) -> None:
+    def queue_window(self, window: Window, handlers: Sequence[Handler]) -> None:
         """Queue a window for its handlers. At interpreter exit, when no thread can start, run the handlers at once."""
         if self._thread is None:
             thread = Thread(self._run_handlers, WINDOWS_THREAD, lambda: not self._is_ending)

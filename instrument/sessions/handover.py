@@ -69,7 +69,7 @@ class Handover:
         """Return True if the agent has refused or ended the export, so that no process reads the recording."""
         return self.is_refused and not self.is_export_taken()
 
-    def note_undelivered(self, count: int, *, is_reported: bool) -> None:
+    def note_undelivered_spans(self, count: int, *, is_reported: bool) -> None:
         reason = UNDELIVERED if is_reported else UNREPORTED
         self.left = {export_checkpoint.UNREAD if self.is_left_unexported() else reason: count} if count else {}
 
@@ -85,7 +85,7 @@ class Handover:
     def is_export_taken(self) -> bool:
         return self._read_checkpoint(ExportCheckpoint.is_taken, default=False)
 
-    def await_reader(self, recorded: int, *, metered: bool, is_left: Callable[[], bool]) -> int:
+    def await_agent_reading(self, recorded: int, *, metered: bool, is_left: Callable[[], bool]) -> int:
         """Wait until the agent has read all rows of the last session, before the next one overwrites them. Return the
         number of unread rows.
 
@@ -96,7 +96,7 @@ class Handover:
         while True:
             is_taken, progress = self.is_export_taken(), self.progress()
             unread_rows = recorded - progress.fates["seen"] - progress.fates["missed"]
-            if progress.is_reported or (unread_rows <= 0 and not (metered and self._metered_rows() < recorded)):
+            if progress.is_reported or (unread_rows <= 0 and not (metered and self._count_metered_rows() < recorded)):
                 return 0
             if not is_taken and (progress.generation or not is_left()):
                 return max(unread_rows, 0) if progress.generation else 0
@@ -104,7 +104,7 @@ class Handover:
                 return max(unread_rows, 0)
             time.sleep(LOOK_S)
 
-    def _metered_rows(self) -> int:
+    def _count_metered_rows(self) -> int:
         state = self.agent_metrics()
         ended_rows = self._read_checkpoint(lambda place: RecordingHead(place.fileno()).header_number("ended_rows"), 0)
         return ended_rows + sum(state.places.values()) if state is not None else 0
@@ -113,25 +113,25 @@ class Handover:
         """Return the agent's progress with the export of this session. `before` has counts of the previous session that
         are not reported yet."""
 
-        def read(place: ExportCheckpoint) -> Progress:
+        def read_session_progress(place: ExportCheckpoint) -> Progress:
             progress = place.read_progress()
             is_of_now = progress.generation == read_generation(place.fileno())
             return progress if is_of_now else Progress(before=progress.unreported_counts())
 
-        return self._read_checkpoint(read, Progress())
+        return self._read_checkpoint(read_session_progress, Progress())
 
     def agent_metrics(self) -> MeterState | None:
-        def read(place: ExportCheckpoint) -> MeterState | None:
-            state = place.read_meter()
+        def read_meter_state(place: ExportCheckpoint) -> MeterState | None:
+            state = place.read_meter_state()
             return state if state is not None and state.generation == read_generation(place.fileno()) else None
 
-        return self._read_checkpoint(read, None)
+        return self._read_checkpoint(read_meter_state, None)
 
-    def metrics(self) -> Metrics | None:
+    def restore_metrics(self) -> Metrics | None:
         exporter = self._exporter
         if exporter is None:
             return None
-        metrics, state = exporter.new_metrics(environment.metrics_variables()), self.agent_metrics()
+        metrics, state = exporter.make_metrics_queue(environment.metrics_variables()), self.agent_metrics()
         if state is not None:
             with suppress(*DAMAGED):
                 metrics.restore_state(state.delivered)
@@ -186,7 +186,7 @@ class GaugeWatch:
 
     def begin(self) -> None:
         self._has_begun = True
-        if not (self._membership.has_agent() and RECORDER.memory_fd >= 0):
+        if not (self._membership.can_have_agent() and RECORDER.memory_fd >= 0):
             self._start_own_thread()
 
     def _start_own_thread(self) -> None:

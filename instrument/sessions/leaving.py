@@ -42,11 +42,10 @@ LAST_SEND_S = 1.0
 """Seconds before the deadline that are reserved for sending if this process exports by itself."""
 
 EXIT_LIMIT_NS = 5 * 10**9
-"""The time in ns for which `stop`, interpreter exit and SIGTERM wait in all, without the time to write files."""
+"""The maximum time in ns for the end of a session, without the time to write files."""
 
 SENDING_S, REPORT_S, SUMMARY_S = 2.5, 1.5, 0.5
-"""Seconds reserved at the end of `EXIT_LIMIT_NS`: from sending on, from the run's report on, and from the summary
-on."""
+"""Seconds before the end of `EXIT_LIMIT_NS` at which sending, the run's report and the summary begin at the latest."""
 
 UNHEARD = "agent: the agent of the run does not answer: each process of the run reports on itself alone"
 UNTOLD = "agent: it is not known how process %s ended, or whether there is a capture: the agent of the run had ended"
@@ -93,15 +92,15 @@ class Leaving:
             FAULTS.attempt("report to init", partial(observation.mark_process_started, self._observed_for))
         util = sys.modules.get("multiprocessing.util")
         if util is not None:
-            util.register_after_fork(self, Leaving._finish_with_multiprocessing)
+            util.register_after_fork(self, Leaving._register_finalizer)
             if sys.modules["multiprocessing.process"].parent_process() is not None:  # it has cleared them
-                self._finish_with_multiprocessing()
+                self._register_finalizer()
         if (signals := sys.modules.get("celery.signals")) is not None:
             signals.worker_process_shutdown.connect(
                 lambda **_: self._stop_at_exit(), weak=False, dispatch_uid="instrument"
             )
 
-    def _finish_with_multiprocessing(self) -> None:
+    def _register_finalizer(self) -> None:
         util = sys.modules["multiprocessing.util"]
         util.Finalize(None, self._stop_at_exit, exitpriority=-100)
 
@@ -138,14 +137,14 @@ class Leaving:
             arguments={} if watch is None else watch.make_summaries(),
             shapes=RECORDER.shapes,
             blockers=recorded.selection.blockers(),
-            lasted_ns=recorded.lasted_ns(),
+            lasted_ns=recorded.measure_length_ns(),
             cost_ns=cost.calls * cost.per_call_ns + (0 if watch is None else watch.spent_ns),
         )
 
-    def deadline(self) -> Deadline:
+    def make_deadline(self) -> Deadline:
         return Deadline(EXIT_LIMIT_NS / 1e9)
 
-    def leave(self, deadline: Deadline) -> None:
+    def finish_session(self, deadline: Deadline) -> None:
         recorded, exporting = self._recorded, self._exporting
         self._write_reports()
         is_first = self._saving.destination().is_first
@@ -170,23 +169,23 @@ class Leaving:
             is_here = exporting.handover.is_here
             if is_here:  # which may not have begun yet
                 exporter.start()
-                exporting.read_remaining(time.monotonic() + deadline.make_earlier_deadline(LAST_SEND_S).seconds_left())
+                exporting.export_rest(time.monotonic() + deadline.make_earlier_deadline(LAST_SEND_S).seconds_left())
             elif (
-                self._is_first()
+                self._is_first_process()
                 or recorded.profile.export.summary is not None
                 or exporting.handover.is_left_unexported()
             ):
-                limit_s = deadline.seconds_left(math.inf if self._is_first() else AGENT_SEND_S)
+                limit_s = deadline.seconds_left(math.inf if self._is_first_process() else AGENT_SEND_S)
                 if not exporting.handover.left:
                     count = exporting.flush_by_agent(time.monotonic() + limit_s, STALLED_AGENT_S)[1]
-                    exporting.handover.note_undelivered(count, is_reported=_can_agent_report())
+                    exporting.handover.note_undelivered_spans(count, is_reported=_can_agent_report())
             exporter.stop(round(deadline.seconds_left() * 1e9))
         elif exporting.handover.writes_dataset:
-            exporting.read_remaining(time.monotonic() + deadline.seconds_left())
+            exporting.export_rest(time.monotonic() + deadline.seconds_left())
         if window is not None:
             FAULTS.attempt("last trace file", lambda: self._saving.write_window(*window))
 
-    def _is_first(self) -> bool:
+    def _is_first_process(self) -> bool:
         is_of_run = "INSTRUMENT_RUN_PID" in os.environ
         first_pid = agent_socket.parse_first_pid(environment.read_run_name())
         return environment.is_first_process_of_run() and (is_of_run or first_pid == os.getpid())

@@ -28,7 +28,7 @@ ANSWER_LIMIT_S, FIRST_ANSWER_LIMIT_S = 0.5, 2.5
 """Seconds to wait for the answer to a goodbye: from a running agent, and from an agent that has just been started."""
 
 SCRAPE_LIMIT_S = 2.0
-"""Seconds for which a scrape waits for the agent, and then for the exporter, which may have to start."""
+"""Seconds for which a scrape waits for the agent, and then again for the exporter."""
 
 OPENMETRICS = "Accept: application/openmetrics-text; version=1.0.0\r\n"
 
@@ -101,7 +101,7 @@ class Membership:
     def is_agent_listening(self) -> bool:
         return bool(self.path) and agent_socket.has_listener(Path(self.path))
 
-    def has_agent(self) -> bool:
+    def can_have_agent(self) -> bool:
         """Return True if an agent exists, or if this process may start another one."""
         return bool(self.path) and (Path(self.path).exists() or self.can_begin_agent())
 

@@ -80,7 +80,7 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
     if isinstance(source, Profile):
         chosen = source
     else:
-        of_run = None if profile is not None else agent_socket.shared_file(shared_profile.NAME)
+        of_run = None if profile is not None else agent_socket.find_shared_file(shared_profile.NAME)
         chosen = (
             shared_profile.read_shared_profile(of_run, str(source)) if of_run is not None else None
         ) or load_profile(source)
@@ -144,7 +144,7 @@ def stop() -> None:
         session.stop()
 
 
-def is_running() -> bool:
+def is_session_running() -> bool:
     return _session is not None
 
 
@@ -246,12 +246,12 @@ def enable() -> None:
     if OFF:
         return
     session()
-    RECORDER.switch(on=True)
+    RECORDER.switch_recording(on=True)
 
 
 def disable() -> None:
     """Stop recording until `enable`. The probes stay attached, and each call costs one branch."""
-    RECORDER.switch(on=False)
+    RECORDER.switch_recording(on=False)
 
 
 def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict], list[str]]:
@@ -286,12 +286,12 @@ def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict],
             undo()
             _checking = False
     patterns = {rule.text: rule.match for rule in profile.functions}
-    verdicts = [_with_failed_import(verdict, patterns.get(verdict.rule, ()), failed) for verdict in verdicts]
+    verdicts = [_add_import_failure(verdict, patterns.get(verdict.rule, ()), failed) for verdict in verdicts]
     problems = [f"{profile.source}: module {name} fails to import: {reason}" for name, reason in failed.items()]
     return verdicts, problems
 
 
-def _with_failed_import(verdict: Verdict, patterns: Sequence[str], failed: Mapping[str, str]) -> Verdict:
+def _add_import_failure(verdict: Verdict, patterns: Sequence[str], failed: Mapping[str, str]) -> Verdict:
     failing = [name for name in dict.fromkeys(text.partition(":")[0] for text in patterns) if name in failed]
     if verdict.state != "waiting" or not failing:
         return verdict
@@ -345,7 +345,7 @@ def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
 
 
 _resending: dict[int, int] = {}
-"""The id of the process, by signal number, while it sends itself the signal again, otherwise 0."""
+"""The id of this process for each signal that it is sending itself again, otherwise 0."""
 
 
 def _is_in_own_code(frame: FrameType | None) -> bool:

@@ -31,7 +31,7 @@ from instrument.sessions.membership import Membership
 from instrument.sessions.recorded import Recorded
 
 FORK_WAIT_S = 1.0
-"""Seconds for which a fork waits for a reload on another thread, because the child would inherit a half-done reload."""
+"""Seconds for which a fork waits for a reload on another thread."""
 
 MOST_NAMES = 100
 """The maximum number of target names per list in the answer to the agent. Further targets are only counted."""
@@ -98,7 +98,7 @@ def _limit_names(names: Sequence[str]) -> list[str]:
     return [*names[:MOST_NAMES], *([f"and {more} more"] if more > 0 else [])]
 
 
-def file_of(profile: Profile, folder: Path) -> Path | None:
+def find_profile_file(profile: Profile, folder: Path) -> Path | None:
     path = folder / profile.source
     return path if path.is_file() else None
 
@@ -110,7 +110,7 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
     return load(path)
 
 
-def describe_if_unaddressed(request: Request, now: Profile, file: Path | None) -> str:
+def describe_exemption(request: Request, now: Profile, file: Path | None) -> str:
     """Return "" if this process must obey a request, else a text that describes the process. Raises `ProfileError`.
 
     A request is for processes whose own file it names. With `switch`, it is for all processes of the service in the
@@ -184,14 +184,14 @@ class Generations:
         self._apply = enter
         self._add_rules = refine
         self.has_ended = has_ended
-        self.settle = session.selection.attach_unfinished
-        self.file = file_of(session.profile, folder)
+        self.settle = session.selection.attach_pending_modules
+        self.file = find_profile_file(session.profile, folder)
         self.lock = RLock()
         """The lock of the change from one profile to another."""
         self._engines: list[str] = []
         """The packages of engines whose rules were added."""
 
-    def while_no_fork_comes(self, prepare: Callable[[], object]) -> None:
+    def call_without_forks(self, prepare: Callable[[], object]) -> None:
         """Call `prepare()`, which imports modules, while forks wait. A child would inherit a half-done import."""
         is_acquired = self.lock.acquire(timeout=FORK_WAIT_S)
         try:
@@ -200,7 +200,7 @@ class Generations:
             if is_acquired:
                 self.lock.release()
 
-    def stop(self, deadline: Deadline) -> None:
+    def await_reload(self, deadline: Deadline) -> None:
         if self.lock.acquire(timeout=deadline.seconds_left()):
             self.lock.release()  # it has ended; there is none from now on
 
@@ -231,7 +231,7 @@ class Generations:
                 raise StateError("cannot reload: the session has been stopped; call instrument.start()")
             folder = environment.working_folder()
             if isinstance(profile, Profile):
-                new_profile, file = profile, file_of(profile, folder)
+                new_profile, file = profile, find_profile_file(profile, folder)
             else:
                 file = folder / (profile or self.file or "")
                 new_profile = load_profile(file)
@@ -273,8 +273,8 @@ class Generations:
                 package, preset, preset,
             )  # fmt: skip
 
-    def note_refusal(self, error: str) -> None:
-        self._session.account.note_refusal(
+    def note_refused_profile(self, error: str) -> None:
+        self._session.account.note_refused_profile(
             f"the profile of generation {self._session.generation} stays in force: {error}"
         )
 
@@ -282,13 +282,13 @@ class Generations:
         session, path = self._session, request.path
         facts: dict[str, Any] = {"pid": os.getpid(), "service": session.profile.service}
         if request.records is not None:
-            RECORDER.switch(on=request.records and not self.has_ended())
+            RECORDER.switch_recording(on=request.records and not self.has_ended())
             return {**facts, "generation": session.generation, "records": RECORDER.on}
         try:
             if path is not None and Path(path).exists() and not Path(path).is_file():
                 raise ProfileError([f"{path}: found no regular file; give the path of a profile"])
             with self.lock:  # reading may import YAML, and a fork in the middle would spoil it
-                other_process = describe_if_unaddressed(request, session.profile, self.file)
+                other_process = describe_exemption(request, session.profile, self.file)
             if other_process:
                 return {**facts, "generation": session.generation, "digest": session.digest, "other": other_process}
             result = self.change_profile(path)
@@ -306,7 +306,7 @@ QUIET_S = 0.02
 """Seconds for which a changed file must stay unchanged before it is read, because an editor may still write it."""
 
 INVALID_FILE_S = 1.0
-"""Seconds for which a file may be invalid before that is reported, because it may only be half-written."""
+"""Seconds after which an invalid file is reported. Until then, it may be half-written."""
 
 MAIN_THREAD_CHECK_S = 0.2
 """Seconds between two checks whether the main thread has ended."""
@@ -315,7 +315,7 @@ EXPORT_CHECK_S = 1.0
 """Seconds between two checks whether an exporter reads this process's recording."""
 
 AGENT_RETRY_S = 1.0
-"""Seconds between two attempts to find another agent after the agent was lost."""
+"""Seconds between two attempts to connect to an agent after the agent was lost."""
 
 
 class ControlThread:
@@ -349,7 +349,7 @@ class ControlThread:
         self._joins = 0
         self._stopping = False
 
-    def watch(self) -> None:
+    def watch_file(self) -> None:
         self._has_begun = self._generations.prepare_to_watch()
         self.start_or_wake()
 
@@ -360,7 +360,8 @@ class ControlThread:
                 self.start_or_wake()
 
     def start_or_wake(self) -> None:
-        """Start the thread, or wake it to look for the agent. Does nothing before `watch` or `hear_agent` is called."""
+        """Start the thread, or wake it to look for the agent. Does nothing before `watch_file` or `hear_agent` is
+        called."""
         with self._lock:
             if self._thread is not None:
                 os.eventfd_write(self._wake, 1)  # it looks for the agent
@@ -478,7 +479,7 @@ class ControlThread:
             self._due_at = time.monotonic() + (FILE_CHECK_S if self._reads < 2 else INVALID_FILE_S)
         elif now >= self._due_at and self._error:
             error, self._error = self._error, ""
-            self._generations.note_refusal(error)
+            self._generations.note_refused_profile(error)
         return FILE_CHECK_S if self._reads else QUIET_S
 
 

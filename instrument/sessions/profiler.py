@@ -29,7 +29,7 @@ from instrument.native import OFF
 from instrument.profile.keys import load
 from instrument.profile.model import EVERYTHING, STATES, TRACER_OPTIONS, Profile
 from instrument.recording.spans import HOST, Sample
-from instrument.report.benchmark_view import Benchmark, LoopTimes, format_benchmark_line, running_steps, show_benchmark
+from instrument.report.benchmark_view import Benchmark, LoopTimes, find_profiler_steps, format_benchmark_line, make_view
 from instrument.report.section import format_summary
 from instrument.report.view import Options
 from instrument.runtime.cheap_start import replace
@@ -47,7 +47,7 @@ STEP_LIMIT_S = 1.0
 """Seconds for which the end of the session waits for a call of `step` on another thread."""
 
 _ANY_THREAD = 0
-"""The key of waits in `Profiler.loader` on any thread. All other keys are thread ids."""
+"""The key of the waits in `Profiler.loader`, which count for steps on all threads."""
 
 
 class Profiler:
@@ -165,7 +165,7 @@ class Profiler:
             if not self._timer_only:
                 session = join_or_begin_session(self._profile, state=self._state, tracer_option=self._tracer_option)
                 try:
-                    guarded = None if self._schedule is None else partial(self._state_of, self._schedule)
+                    guarded = None if self._schedule is None else partial(self._find_state, self._schedule)
                     self._windows = Windows(guarded) if session else None
                 except BaseException:
                     if session is not None:
@@ -207,7 +207,7 @@ class Profiler:
             self._samples = []
         self._samples += [Sample(name, HOST, now_ns, value) for name, value in values.items()]
 
-    def _state_of(self, schedule: States, step: int) -> State:
+    def _find_state(self, schedule: States, step: int) -> State:
         """Return the state of a step by a user's schedule. An error at step 0 is raised. A later error is noted, and
         makes its step CLOSED."""
         try:
@@ -260,7 +260,7 @@ class Profiler:
                 self._waited = {}
                 reader_ns = min(waited.get(thread_id, 0) + waited.get(_ANY_THREAD, 0), now_ns - self._step_ns)
             for costs in (self._benchmark, self._since):
-                costs.add(now_ns - self._step_ns, reader_ns, num_samples)
+                costs.add_step(now_ns - self._step_ns, reader_ns, num_samples)
             windows, session = self._windows, self._session
             began_ns, self._step_ns = self._step_ns, now_ns
             if windows is not None and session is not None:
@@ -391,7 +391,7 @@ class Profiler:
         self._delivered = [reference for reference in self._delivered if reference() is not None]
         self._delivered.append(weakref.ref(window))
         if self._later:  # first, so that no other handler delays or prevents it
-            self._backlog.add(window, self._later)
+            self._backlog.queue_window(window, self._later)
         self._is_making = False
         self._is_delivering = True
         try:
@@ -467,14 +467,14 @@ class Profiler:
         steps = self._benchmark if skip_first is None else self._benchmark.without_first_steps(skip_first)
         if window is not None:
             recording = window._recording(torch_trace)
-            recording.store_result(running_steps, steps)
+            recording.store_result(find_profiler_steps, steps)
             text = format_summary(
                 names, recording, window._options({"unit": unit, "skip_first": skip_first, **options})
             )
             return f"{str(window).capitalize()}\n{text}"
         lines = [] if self._timer_only else [process.SWITCHED_OFF if OFF else "No window has ended yet."]
         if self._timer_only or "benchmark" in names:
-            lines += show_benchmark(steps, Options(unit=unit, skip_first=skip_first or 0)).lines()
+            lines += make_view(steps, Options(unit=unit, skip_first=skip_first or 0)).lines()
         return "\n".join(lines).rstrip("\n") + "\n"
 
     def export(self, path: str | os.PathLike[str]) -> Path:
@@ -515,7 +515,7 @@ class LoaderItems(Iterator[Any]):
             except StopIteration:
                 return
             finally:
-                waiting.end()
+                waiting.end_waiting()
             yield item
 
 

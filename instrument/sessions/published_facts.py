@@ -40,10 +40,10 @@ COST_FACTOR = 20
 """The minimum pause before a costly value is written again, as a multiple of the duration of its last write."""
 
 VERDICTS_PAUSE_NS = 10_000_000_000
-"""The longest regular pause in ns between two writes of the verdicts on rules. A costly write lengthens it."""
+"""The maximum pause in ns between two writes of the verdicts, unless a write is costly."""
 
 MOST_NOTES, NOTE_LENGTH, MOST_MARKS = 50, 500, 200
-"""The maximum numbers of notes for other processes, of characters per note, and of names of uncalled targets."""
+"""The maximum numbers of published notes, of characters per note, and of names of targets and rules."""
 
 
 class PublishedFacts:
@@ -83,7 +83,7 @@ class PublishedFacts:
         exporter = recorded.exporter
         facts: dict[str, Any] = {"origin": asdict(recorded.origin()), "gpus": [asdict(gpu) for gpu in self._gpus]}
         facts["notes"], facts["own_notes"] = self._notes, self._own_notes
-        is_read = self.has_agent() and self.wants_agent  # and not only once a scrape has asked for it
+        is_read = self.can_have_agent() and self.wants_agent  # and not only once a scrape has asked for it
         facts["is_awaited"] = exporter is not None or is_read
         if exporter is not None or self.has_metrics_reader:
             capture, spans_per_request = profile.capture, profile.limits.spans_per_request
@@ -123,7 +123,7 @@ class PublishedFacts:
 
     # ---------------------------------------------------------------- the agent's part
 
-    def has_agent(self) -> bool:
+    def can_have_agent(self) -> bool:
         return self._is_member and self._recorded.profile.agent != "off" and RECORDER.memory_fd >= 0
 
     @property
@@ -140,7 +140,7 @@ class PublishedFacts:
         profile = self._recorded.profile
         otlp, scraped, to = profile.export.otlp, profile.export.prometheus, profile.capture.to
         parquet = self._recorded.dataset_settings()
-        if not (self.has_metrics_reader and self.has_agent()):
+        if not (self.has_metrics_reader and self.can_have_agent()):
             return None
         has_otlp = otlp is not None and self._recorded.handover.has_agent
         return {
@@ -158,7 +158,7 @@ class PublishedFacts:
             return True
         if self._recorded.profile.export.parquet is not None:
             return True
-        return self.has_agent() and (self.asks_for_metrics or self.wants_agent)
+        return self.can_have_agent() and (self.asks_for_metrics or self.wants_agent)
 
     @property
     def asks_for_metrics(self) -> bool:
@@ -198,7 +198,10 @@ class PublishedFacts:
             return
         self._books_ns = now_ns
         recorded = self._recorded
-        costs_ns = {"probes": RECORDER.calls * recorded.account.compute_mean_call_ns(), **recorded.account.threads_ns()}
+        costs_ns = {
+            "probes": RECORDER.calls * recorded.account.compute_call_cost_ns(),
+            **recorded.account.read_cpu_ns(),
+        }
         losses, queued = recorded.account.losses(), request_meter.count_queued_tasks()
         self._publish_metered_facts(export_facts.MeteredFacts(0, losses=losses, costs_ns=costs_ns, queued=queued))
 
@@ -208,7 +211,7 @@ class PublishedFacts:
             self._list_function_marks(lambda rule: rule.gen_ai),
         )
         if self._recorded.profile.requests:
-            calls = (*calls, request_meter.site_mark(BLOCKED_LOOP))
+            calls = (*calls, request_meter.make_site_id(BLOCKED_LOOP))
         before, self._books = self._books, replace(books, calls=calls, streams=streams)
         if self._books != before:
             self.publish()
@@ -216,7 +219,7 @@ class PublishedFacts:
     def _list_function_marks(self, is_wanted: Callable[[FunctionRule], bool]) -> tuple[str, ...]:
         rules = {rule.text for rule in self._recorded.profile.functions if is_wanted(rule)}
         sites = self._recorded.sites_of_rules(rules)
-        return tuple(sorted(set(map(request_meter.site_mark, sites))))[: distributions.SERIES_LIMIT] if sites else ()
+        return tuple(sorted(set(map(request_meter.make_site_id, sites))))[: distributions.SERIES_LIMIT] if sites else ()
 
     # ---------------------------------------------------------------- verdicts
 
@@ -255,7 +258,7 @@ class PublishedFacts:
         costs_ns = session.account.costs.median_ns_by_shape()
         summary, report = session.profile.export.summary, None
         if summary is not None and summary.to in files.STREAMS:
-            report = {"views": list(summary.views), "options": session.options_of_profile()}
+            report = {"views": list(summary.views), "options": session.read_report_options()}
         return {
             "run": saving.run,
             "parent": os.getppid(),
@@ -291,7 +294,7 @@ class PublishedFacts:
             "notes": self.shortened_notes(of_all=environment.is_first_process_of_run()),
             "own_notes": self.shortened_own_notes(of_all=environment.is_first_process_of_run()),
             "unmet": self._recorded.account.describe_unrecorded_requests(),
-            "requests": self._recorded.selection.has_requests(),
+            "requests": self._recorded.selection.has_begun_request(),
             "cost": asdict(self._recorded.cost()),
             "files": [str(path) for path in self._saving.newest],
         }

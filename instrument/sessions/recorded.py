@@ -39,16 +39,16 @@ from instrument.recording.trace_context import (
     OWN_TRACE_FLAGS,
     REMOTE,
     RemoteParent,
-    encode_remote,
+    encode_parent,
     is_sampled,
-    parse_remote,
-    tracestate_of_share,
+    make_tracestate,
+    parse_parent,
 )
 from instrument.runtime import environment
 from instrument.runtime.cheap_start import LazyModule, late_pattern, replace
 from instrument.sessions.account import SessionDiagnostics
 from instrument.sessions.handover import Handover
-from instrument.sessions.window import MOST_STEPS, WINDOWS_THREAD, Step, Stretch, WindowReader, steps_within
+from instrument.sessions.window import MOST_STEPS, WINDOWS_THREAD, Step, Stretch, WindowReader, clip_steps
 
 if TYPE_CHECKING:
     from instrument.otlp import export_facts, metrics_queue
@@ -71,10 +71,10 @@ HEALTH_PROBES = late_pattern(
     r"|metrics)(?![a-z])",
     re.IGNORECASE,
 )
-"""A pattern that matches the names of health probes and of metrics endpoints, which do no work of the service."""
+"""A pattern for the names of health probes and metrics endpoints."""
 
 Firsts = Mapping[int, tuple[int, int]]
-"""The first completed call of each call path, by call node: its start time and its duration in ns."""
+"""A map from a call node to the start time and duration in ns of its first completed call."""
 
 
 class Recorded:
@@ -91,10 +91,10 @@ class Recorded:
         self.ticks = Ticks(RECORDER)
         self._ids: export_facts.Ids | None = None
         self._caller = _find_caller_in_environment()
-        self._remote = parse_remote(tuple(self._caller.split(" ", 1)))
+        self._remote = parse_parent(tuple(self._caller.split(" ", 1)))
         self.selection = Selection(profile)
         # To ask for the current span is to begin recording on a thread: not where nothing has been recorded.
-        self.imports = ImportTimes(lambda: RECORDER.rings() and RECORDER.current_id())
+        self.imports = ImportTimes(lambda: RECORDER.rings() and RECORDER.current_span_id())
         self.ranges = Ranges(RECORDER)
         room = partial(RECORDER.find_part_memory, "samples")
         self.gauges = Gauges(profile.device, room, lambda samples, gpus: keep_gpus(gpus))
@@ -104,7 +104,7 @@ class Recorded:
             self.timing = Timing(interval_bytes, self.ranges, holds_gil=profile.device.gil == "hold")
         self.exporter: sending.Exporter | None = None
         if profile.export.otlp is not None:
-            self.exporter = sending.Exporter(profile.export.otlp, self.origin(), RECORDER.threads)
+            self.exporter = sending.Exporter(profile.export.otlp, self.origin(), RECORDER.read_thread_names)
         self.handover = Handover(self.exporter)
         self.costs = Costs(RECORDER)
         self.budget = Budget(
@@ -132,7 +132,7 @@ class Recorded:
         self.end_ns: int | None = None
         self.steps: deque[Step] = deque(maxlen=MOST_STEPS)
         """The newest steps of all loops, in order of their ends."""
-        self.windows.begin(self.profile, self.start_ns)
+        self.windows.begin_schedule(self.profile, self.start_ns)
 
     def after_fork_in_child(self) -> None:
         self._ids = None
@@ -145,7 +145,7 @@ class Recorded:
         self.reset_recording()
 
     def apply_settings(self, profile: Profile) -> None:
-        self.windows.change(profile, time.monotonic_ns())
+        self.windows.change_schedule(profile, time.monotonic_ns())
         if profile.budget != self.profile.budget:
             self.budget.change(profile.budget)
         self.profile = profile
@@ -185,7 +185,7 @@ class Recorded:
     def trace_context_of_span(self, span_id: int, root_id: int, remote_value: Any) -> tuple[int, int, int, str]:
         """Return the trace id, span id, flags and trace state of a span. A span below a remote caller has the trace id
         of the caller."""
-        ids, remote = self.id_generator(), parse_remote(remote_value)
+        ids, remote = self.id_generator(), parse_parent(remote_value)
         may_be_below = remote is None and self._remote is not None and not root_id & REQUEST_BIT
         if may_be_below and not any(RECORDER.paths().map_sites(is_request)):
             remote = self._remote
@@ -194,17 +194,17 @@ class Recorded:
         trace_id, sample = ids.trace_id(root_id), self.profile.capture.sample
         is_kept = is_sampled(trace_id, sample)
         parent = RemoteParent(
-            trace_id, 0, OWN_TRACE_FLAGS ^ (not is_kept), state=tracestate_of_share(sample) if is_kept else ""
+            trace_id, 0, OWN_TRACE_FLAGS ^ (not is_kept), state=make_tracestate(sample) if is_kept else ""
         )
         if ids.run or self._remote is not None:  # its exporter must keep the trace id, which others know now
             annotate = RECORDER.annotate_request if root_id & REQUEST_BIT else RECORDER.annotate_innermost
-            annotate({REMOTE: encode_remote(parent)})
+            annotate({REMOTE: encode_parent(parent)})
         return trace_id, ids.span_id(span_id), parent.flags, parent.state
 
-    def _ids_at_collector(self, span: Span, key: str) -> tuple[int, int]:
+    def _find_exported_ids(self, span: Span, key: str) -> tuple[int, int]:
         from instrument.trace.request_trees import make_trace_id_of_key
 
-        trace_id, span_id = self.id_generator().ids_of_root(span)
+        trace_id, span_id = self.id_generator().make_root_ids(span)
         run = self.id_generator().run if key and span.remote is None else ""
         return make_trace_id_of_key(run, key) if run else trace_id, span_id
 
@@ -232,17 +232,17 @@ class Recorded:
 
     def cost(self) -> Cost:
         """Return the cost of the instrumentation so far."""
-        return self.account.cost(self.lasted_ns())
+        return self.account.cost(self.measure_length_ns())
 
-    def lasted_ns(self) -> int:
+    def measure_length_ns(self) -> int:
         return (self.end_ns or time.monotonic_ns()) - self.start_ns
 
     def tally(self) -> Tally:
         """Return the totals of all calls so far. The totals are exact."""
-        return self.charge_probes(RECORDER.tally())
+        return self.add_probe_costs(RECORDER.tally())
 
-    def charge_probes(self, tally: Tally) -> Tally:
-        tally.set_probe_costs(lambda site: self.costs.cost_of(site).outside_ns)
+    def add_probe_costs(self, tally: Tally) -> Tally:
+        tally.set_probe_costs(lambda site: self.costs.find_site_cost(site).outside_ns)
         return tally
 
     def trace(
@@ -258,29 +258,29 @@ class Recorded:
 
         first = self.start_ns if start_ns is None else start_ns
         last = (self.end_ns or time.monotonic_ns()) if end_ns is None else end_ns
-        trace = self.trace_of(self.copy_rows(first, last, window, origin))
+        trace = self.make_stretch_trace(self.copy_rows(first, last, window, origin))
         profile = self.profile
         are_steps_found = profile.phases == profile.loaders == "auto" and profile.schedule is None
         if are_steps_found and not self.steps:
             trace = insert_step_spans(trace, derive_training_steps(trace.columns))
         else:
-            steps = steps_within(self.steps.copy(), max(first, trace.held_from_ns), last)
+            steps = clip_steps(self.steps.copy(), max(first, trace.held_from_ns), last)
             trace = insert_step_spans(trace, steps)
         if start_ns is None and end_ns is None:
             trace.cost = self.account.cost(last - first)  # of the very time that the trace says to be its own
         return trace
 
     def copy_rows(self, start_ns: int, end_ns: int, window: int = 0, origin: Origin | None = None) -> Stretch:
-        """Copy the rows of an interval, at 10 ns per row. `trace_of` later makes a trace of the copy."""
+        """Copy the rows of an interval, at 10 ns per row. `make_stretch_trace` later makes a trace of the copy."""
         from instrument.trace.of_recording import RowSnapshot
 
         mapped = RECORDER.make_reader()
-        threads = mapped.threads()
+        threads = mapped.read_thread_names()
         writing = frozenset(thread_id for thread_id, name in threads.items() if name == WINDOWS_THREAD)
         snapshot = RowSnapshot.copy_from(mapped, start_ns, writing, remote=self._remote)
         return Stretch(snapshot, threads, start_ns, end_ns, window, origin or self.origin())
 
-    def trace_of(self, stretch: Stretch) -> Trace:
+    def make_stretch_trace(self, stretch: Stretch) -> Trace:
         """Return the trace of copied rows.
 
         Takes 0.3 us per span. May run on any thread while the session runs.
@@ -291,7 +291,9 @@ class Recorded:
 
         mapped = RECORDER.make_reader()
         columns, lacking = stretch.snapshot.make_columns(
-            stretch.end_ns, lambda span_id: device_intervals(mapped.intervals(), span_id), start_ns=stretch.start_ns
+            stretch.end_ns,
+            lambda span_id: device_intervals(mapped.read_intervals(), span_id),
+            start_ns=stretch.start_ns,
         )
         window_ns, startup = stretch.end_ns - stretch.start_ns, self.startup()
         return Trace(
@@ -304,10 +306,10 @@ class Recorded:
             notes=self.account.notes(),
             window=stretch.window,
             cost=self.account.compute_cost_of_window(
-                columns.count_calls(), columns.count_rows_with_device_time(), window_ns, self.lasted_ns()
+                columns.count_calls(), columns.count_rows_with_device_time(), window_ns, self.measure_length_ns()
             ),
             held_from_ns=stretch.held_from_ns,
-            samples=[sample for sample in mapped.samples(stretch.start_ns) if sample.at_ns < stretch.end_ns],
+            samples=[sample for sample in mapped.read_samples(stretch.start_ns) if sample.at_ns < stretch.end_ns],
             gpus=self.gauges.gpus(),
             startup=None if any(first.start_ns < stretch.start_ns for first in startup.firsts) else startup,
             own_notes=self.account.own_notes(),
@@ -332,9 +334,9 @@ class Recorded:
         verdicts = self.selection.verdicts() if rules else ()
         return {verdict.site for verdict in verdicts if verdict.rule in rules and verdict.site is not None}
 
-    def recording(self, torch_trace: str | os.PathLike[str] | None = None) -> view.Recording:
+    def make_report_input(self, torch_trace: str | os.PathLike[str] | None = None) -> view.Recording:
         """Return the input of reports. The totals and the trace are made when they are first read."""
-        window_ns = self.lasted_ns()
+        window_ns = self.measure_length_ns()
         return view.Recording(
             self.tally,
             self.trace
@@ -347,7 +349,7 @@ class Recorded:
             window_ns=window_ns,
             recorder="native",
             make_stats=lambda: self.account.make_stats(self.ticks.clock, self.profile.limits.ring_bytes),
-            collector_ids=None if self.exporter is None else self._ids_at_collector,
+            collector_ids=None if self.exporter is None else self._find_exported_ids,
             make_startup=self.startup,
         )
 
@@ -375,7 +377,7 @@ class Recorded:
         `brief` and `cost` take about 1.3 us of CPU time per span in memory. Views of totals take at most 30 ms.
         """
         return report.format_summary(
-            self._chosen_views(views, options), self.recording(torch_trace), self._report_options(options)
+            self._chosen_views(views, options), self.make_report_input(torch_trace), self._report_options(options)
         )
 
     def views(
@@ -383,7 +385,7 @@ class Recorded:
     ) -> dict[str, View]:
         """Return views as objects with numbers, by name. The options and errors are those of `summary`."""
         return report.make_views(
-            self._chosen_views(views, options), self.recording(torch_trace), self._report_options(options)
+            self._chosen_views(views, options), self.make_report_input(torch_trace), self._report_options(options)
         )
 
     def _chosen_views(self, names: Sequence[str] | None, options: Mapping[str, Any]) -> Sequence[str]:
@@ -393,12 +395,12 @@ class Recorded:
         return report.default_views(options) if of_profile == Summary().views else of_profile
 
     def _report_options(self, options: Mapping[str, Any]) -> view.Options:
-        of_profile = self.options_of_profile()
+        of_profile = self.read_report_options()
         return view.Options.from_mapping(
             {**of_profile, **{name: value for name, value in options.items() if value is not None}}
         )
 
-    def options_of_profile(self) -> dict[str, Any]:
+    def read_report_options(self) -> dict[str, Any]:
         settings = self.profile.export.summary or Summary()
         return {
             "tracer_option": self.profile.tracer_option,
@@ -417,7 +419,7 @@ class Recorded:
 
 def _read_totals(merged: bool) -> Tally:
     """Return the totals of all calls without histograms, which is faster than the tally."""
-    totals = RECORDER.make_reader().totals()
+    totals = RECORDER.make_reader().read_totals()
     return totals.merge_threads() if merged else totals
 
 

@@ -41,11 +41,10 @@ BUSY_READ_INTERVAL_S = 0.05
 """Seconds between two reads of the recording while the probes cost more than their budget."""
 
 START_DELAY_S = 0.2
-"""Seconds from the first span to the start of the session's threads, which could delay a starting service."""
+"""Seconds from the first span to the start of the session's threads."""
 
 TOUCHED_BYTES, AHEAD_BYTES = 4 << 20, 2 << 20
-"""Bytes of ring memory to touch at the start, and to touch ahead of the writing threads. A span costs 50 ns more in
-untouched memory, because of page faults."""
+"""Bytes of ring memory to touch at the start, and ahead of writing threads, to avoid page faults."""
 
 START_WAIT_S = 1.0
 """Seconds for which `stop` waits for threads that are just starting."""
@@ -127,7 +126,7 @@ class SessionThreads:
         session, budget = self._session, self._session.recorded.budget
         while not self.stopping.wait(BUSY_READ_INTERVAL_S if budget.is_busy else READ_INTERVAL_S):
             try:
-                session.exporting.read_recorded()
+                session.exporting.export_new_rows()
                 RECORDER.touch_ahead(AHEAD_BYTES)
             except Exception as fault:
                 FAULTS.note("export thread", fault)
@@ -164,7 +163,7 @@ class Session:
         self.generations = Generations(
             recorded, saving.folder, self._replace_profile, self._add_rules, lambda: self.threads.stopping.is_set()
         )
-        self._prepare = prepare = self.generations.while_no_fork_comes
+        self._prepare = prepare = self.generations.call_without_forks
         self._membership = membership = Membership(facts.make_join_message, prepare)
         self.gauge_watch = watch = GaugeWatch(recorded.gauges, membership, facts.publish)
         self.exporting = Exporting(
@@ -183,8 +182,8 @@ class Session:
         self.losses, self.notes, self.verdicts = self.account.losses, self.account.notes, self.account.verdicts
         self.cost, self.tally, self.trace, self.dump = recorded.cost, recorded.tally, recorded.trace, saving.dump
         self.summary, self.views = recorded.summary, recorded.views
-        self.startup, self.recording = recorded.startup, recorded.recording
-        self.take, self.trace_of = recorded.copy_rows, recorded.trace_of
+        self.startup, self.recording = recorded.startup, recorded.make_report_input
+        self.take, self.trace_of = recorded.copy_rows, recorded.make_stretch_trace
 
     @property
     def profile(self) -> Profile:
@@ -198,7 +197,7 @@ class Session:
         folder = "" if limits.ring_folder is None else str(self._saving.folder / limits.ring_folder)
         metered = self._facts.asks_for_metrics or recorded.gauges.has_readable_gauges
         is_left = RECORDER.memory_fd >= 0 and bool(RECORDER.facts.get("is_awaited"))
-        unread = self.handover.await_reader(
+        unread = self.handover.await_agent_reading(
             count_recorded_rows(), metered=metered, is_left=lambda: is_left and self._membership.is_agent_listening()
         )
         if unread:
@@ -212,8 +211,8 @@ class Session:
             self._attach()
         except BaseException:
             self.control.stop(0)
-            self.generations.stop(Deadline(0))
-            self._undo(self.leaving.deadline())
+            self.generations.await_reload(Deadline(0))
+            self._undo_changes(self.leaving.make_deadline())
             raise
         if self.is_of_run and environment.is_first_process_of_run():
             self.leaving.undos.append(board.make_board())
@@ -230,7 +229,7 @@ class Session:
             undos.append(recorded.imports.install())
         self.exporting.prepare_export()
         RECORDER.trace_of = recorded.trace_context_of_span
-        undos.append(tasks_and_threads.watch_contexts())
+        undos.append(tasks_and_threads.report_context_copies())
         undos.append(tasks_and_threads.watch_thread_handovers())
         if (timing := recorded.timing) is not None:
             timing.install()
@@ -243,19 +242,19 @@ class Session:
                 self.generations.add_engine_rules(package)
         undos.append(recorded.ranges.install())  # may import numpy, which a rule may name
         undos.append(lambda: self.gauge_watch.stop(self._undo_by))
-        recorded.gauges.prepare()
-        self._saving.prepare_files()
+        recorded.gauges.find_gauges()
+        self._saving.import_file_writers()
         if self.profile.clock == "tsc":
-            if unsound := recorded.ticks.start(time.monotonic_ns()):
+            if unsound := recorded.ticks.use_tick_counter(time.monotonic_ns()):
                 self.account.complain(f"clock: tsc is not used: {unsound}", log=False)
             else:
                 undos.append(RECORDER.stop_ticks)
         recorded.costs.measure(with_ticks=recorded.ticks.is_counter_used)
-        undos.append(recorded.budget.release)
+        undos.append(recorded.budget.unmute_all_sites)
         recorded.budget.change(self.profile.budget)
         self.threads.start_when_needed()
         RECORDER.on = True
-        self.control.watch()
+        self.control.watch_file()
 
     def _join_run(self) -> None:
         if self.exporting.join_agent():
@@ -297,7 +296,7 @@ class Session:
         try:
             return self.generations.change_profile(profile)
         except InstrumentError as error:
-            self.generations.note_refusal(str(error))
+            self.generations.note_refused_profile(str(error))
             raise
 
     def _replace_profile(self, profile: Profile) -> None:
@@ -309,7 +308,7 @@ class Session:
                 return
             self.recorded.apply_settings(profile)
             if profile.export != before.export:
-                self._saving.prepare_files()
+                self._saving.import_file_writers()
             self._facts.publish()
             FAULTS.attempt("process context", self._facts.publish_context)
             self.threads.start_reader_thread()
@@ -336,7 +335,7 @@ class Session:
         if not whole:
             FAULTS.attempt("reload that a fork cut short", lambda: self.selection.change(self.profile, anew=True))
         if self.threads.stopping.is_set():  # the parent's other thread was about to stop it, and is not here
-            self._undo(Deadline(0))
+            self._undo_changes(Deadline(0))
             self._forget(self)
             return
         process_context.after_fork_in_child()
@@ -356,13 +355,13 @@ class Session:
         The waits for other processes and drivers take at most five seconds in total. A second call only waits for the
         first. Failures are logged and counted, not raised.
         """
-        deadline = self.leaving.deadline()
+        deadline = self.leaving.make_deadline()
         before_sending = deadline.make_earlier_deadline(SENDING_S)
         while self.onlookers:
             FAULTS.attempt("end of one who looks on", self.onlookers.pop())
         self.threads.stop(before_sending)
         self.control.stop(before_sending.seconds_left())
-        self.generations.stop(before_sending)
+        self.generations.await_reload(before_sending)
         FAULTS.attempt("last look at connections", self.selection.note_current_connections)
         while message := self._membership.next_message():  # there is no thread for it, or there never was
             FAULTS.attempt("words of the agent", partial(self.exporting.handle_agent_message, message))
@@ -370,18 +369,18 @@ class Session:
             if self._stopped:
                 return
             self._stopped = True
-            self._undo(before_sending)
+            self._undo_changes(before_sending)
             FAULTS.attempt("resource of the service", self._facts.publish_resource)
             FAULTS.attempt("books of the metrics", partial(self._facts.publish_losses_and_costs, at_once=True))
             if self.profile.export.parquet is not None:  # whose rows of processes have the notes
                 FAULTS.attempt("last notes", partial(self._facts.publish_verdicts, at_once=True))
             FAULTS.attempt("another agent", self.exporting.replace_lost_agent)
-            FAULTS.attempt("last look at the spans", partial(self.exporting.read_recorded, meters=True))
+            FAULTS.attempt("last look at the spans", partial(self.exporting.export_new_rows, meters=True))
             self.recorded.end_ns = time.monotonic_ns()
             FAULTS.attempt("board of the run", self.publish_used_rules)
-            self.leaving.leave(deadline)
+            self.leaving.finish_session(deadline)
 
-    def _undo(self, deadline: Deadline) -> None:
+    def _undo_changes(self, deadline: Deadline) -> None:
         self._undo_by = deadline
         RECORDER.on = False
         RECORDER.remote_parent = RECORDER.trace_of = None

@@ -18,7 +18,7 @@ from instrument.recording.spans import AttributeValue, Site, Span
 from instrument.runtime.cheap_start import NamedTuple
 from instrument.sessions.window import STEP, Step
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.indices import NONE, rows_of
+from instrument.trace.indices import NONE, find_rows
 from instrument.trace.intervals import lengths_by_group
 from instrument.trace.trace import Trace, append_spans
 
@@ -111,7 +111,7 @@ def insert_step_spans(trace: Trace, steps: Sequence[Step]) -> Trace:
     for thread_id, thread_steps in by_thread.items():
         among.insert_steps(thread_id, thread_steps)
     return trace.with_columns(
-        among.make_columns([step for thread_steps in by_thread.values() for step in thread_steps])
+        among.insert_all_steps([step for thread_steps in by_thread.values() for step in thread_steps])
     )
 
 
@@ -164,10 +164,10 @@ class _StepInserter:
             innermost[first[at] : last[at]] = rows[at]
         return innermost
 
-    def make_columns(self, steps: Sequence[Step]) -> Columns:
+    def insert_all_steps(self, steps: Sequence[Step]) -> Columns:
         trace = self._trace
         numbers = zip(*(np.concatenate(parts).tolist() for parts in zip(*self._made, strict=True)), strict=True)
-        root_row = rows_of(trace.span_id, trace.root_id)
+        root_row = find_rows(trace.span_id, trace.root_id)
         moved = np.where(root_row != NONE, self._root_of[root_row], 0) if len(trace) else self._root_of
         root_id = np.where(moved != 0, moved, trace.root_id)
         spans = [_make_step_span(step, *ids_and_time) for step, ids_and_time in zip(steps, numbers, strict=True)]

@@ -158,7 +158,7 @@ def _set_device_times(trace: Trace, operators: list[Span]) -> None:
 
 
 def _set_self_times(spans: Sequence[Span], span_ids: Set[int]) -> None:
-    import numpy as np  # as in `_innermost_open`
+    import numpy as np  # as in `_find_innermost_open_spans`
 
     from instrument.trace.self_times import self_times_of
     from instrument.trace.trace import columns_of_spans
@@ -195,28 +195,27 @@ def _find_overlapped_kernels(work: Sequence[Kernel]) -> set[int]:
 
 
 WINDOW_LIMIT_S = 10.0
-"""Seconds after which torch.profiler stops within a scheduled window, because each operator takes 1 KB and 20 us."""
+"""Seconds after which torch.profiler stops within a scheduled window, to limit its memory."""
 
 OPEN_WINDOW_LIMIT_S = 2.0
 """Seconds after which torch.profiler stops within a window without a scheduled end, to limit its memory."""
 
 MARK = "instrument.clock"
 MARKS = 4
-"""The number of marks at each end of a window. A mark gives the time of one moment on torch's clock and on ours. The
-first mark is imprecise."""
+"""The number of marks at each end of a window, which align torch's clock with ours."""
 
 ROUNDS, TRIALS = 8, 32
-"""The number of rounds that measure the cost of an operator, and the operators per round. The fastest round counts."""
+"""The number of rounds that measure the time of torch operators, and of operators per round."""
 
 OPTIONS = ("record_shapes", "profile_memory", "with_flops", "with_stack", "limit_s")
 
 BUSY = "another torch.profiler runs in this process, which has one; its operators and kernels are not joined"
 
 _holding = threading.Lock()
-"""The lock of a `TorchProfiler` while it runs torch.profiler. A process can run only one at a time."""
+"""The lock that a `TorchProfiler` acquires while torch.profiler runs, because a process can run only one."""
 
 _operator_ns: dict[tuple[bool, bool], float] = {}
-"""The time in ns that torch.profiler adds to an operator, for each pair of `record_shapes` and `profile_memory`."""
+"""The time in ns that torch.profiler adds to an operator, by `record_shapes` and `profile_memory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,14 +406,14 @@ class TorchProfiler:
         kind = type(ours.profiler)
         original = kind._prepare_trace
 
-        def prepare(profiler: Any) -> Any:
+        def stop_and_prepare(profiler: Any) -> Any:
             if self._running is ours and profiler is not ours.profiler:
                 with self._lock:
                     if self._running is ours and self._can_stop_on_this_thread():
                         self._stop("the program began a torch.profiler of its own")
             return original(profiler)
 
-        return replaced(kind, "_prepare_trace", prepare)
+        return replaced(kind, "_prepare_trace", stop_and_prepare)
 
     def _stop(self, why: str) -> None:
         running, self._running = self._running, None
@@ -488,7 +487,7 @@ class TorchRecord:
         note instead. Call this only once."""
         window = f"window {trace.window}"
         try:
-            joined = self._add_to_window(trace)
+            joined = self._join_torch_trace(trace)
         except (InstrumentError, OSError) as error:
             return replace(trace, notes=[*trace.notes, f"{window}: what torch.profiler saw is not joined: {error}"])
         finally:
@@ -507,7 +506,7 @@ class TorchRecord:
             )
         return replace(joined, notes=[*joined.notes, *notes])
 
-    def _add_to_window(self, trace: Trace) -> Trace:
+    def _join_torch_trace(self, trace: Trace) -> Trace:
         torch_trace = chrome.read(Path(self._folder, "window.json")).trace
         moved_ns = self._clock_offset_ns(trace, torch_trace)
         watched = self.begin_ns - moved_ns, self.end_ns - moved_ns

@@ -26,7 +26,7 @@ STEP = Site("step", "step", "instrument", "Profiler.step")
 """The site of all step spans. Their attributes are `step`, the step's number, and `samples`, the count of samples."""
 
 MOST_STEPS = 100_000
-"""The maximum number of steps, 0.2 KB each, that are kept until they become spans. Older steps are dropped."""
+"""The maximum number of steps kept in memory. Older steps are dropped."""
 
 
 class Step(NamedTuple):
@@ -40,7 +40,7 @@ class Step(NamedTuple):
     clipped: bool = False
 
 
-def steps_within(steps: Sequence[Step], start_ns: int, end_ns: int) -> list[Step]:
+def clip_steps(steps: Sequence[Step], start_ns: int, end_ns: int) -> list[Step]:
     """Return the steps that overlap an interval, cut to the interval. `steps` are in order of their ends.
 
     Cut steps are `clipped`. If steps overlap on a thread, as those of nested loops, only the one that ends last is
@@ -71,7 +71,7 @@ RECORDING_STATES = (State.RECORD, State.RECORD_AND_RETURN)
 States = Callable[[int], "State | str"]
 
 
-def state_at(schedule: Schedule, step: int) -> State:
+def find_state(schedule: Schedule, step: int) -> State:
     cycle = schedule.closed + schedule.ready + schedule.record
     count, position = divmod(step - schedule.skip_first, cycle)
     if step < schedule.skip_first or (schedule.repeat and count >= schedule.repeat):
@@ -102,7 +102,7 @@ def schedule(
     if problems:
         raise ProfileError(problems)
     settings = Schedule(record=record, closed=closed, ready=ready, repeat=repeat, skip_first=skip_first)
-    return partial(state_at, settings)
+    return partial(find_state, settings)
 
 
 class Windows:
@@ -119,7 +119,7 @@ class Windows:
         if schedule is None:
             self._states: States = lambda step: State.RECORD
         else:
-            self._states = partial(state_at, schedule) if isinstance(schedule, Schedule) else schedule
+            self._states = partial(find_state, schedule) if isinstance(schedule, Schedule) else schedule
         self.state = State(self._states(0))
         if start_ns is not None:
             self.begin_window(start_ns)
@@ -133,7 +133,7 @@ class Windows:
     def is_open(self) -> bool:
         return self._opened_ns is not None
 
-    def step(self, end_ns: int) -> tuple[int, int, int] | None:
+    def advance_step(self, end_ns: int) -> tuple[int, int, int] | None:
         """End the current step, and begin the next window if it is due. Return the window that ended, or None."""
         window = self.end_step(end_ns)
         self.begin_window(end_ns)
@@ -165,7 +165,7 @@ Cut = tuple[int, int, int]
 
 
 WINDOWS_THREAD = "instrument-windows"
-"""The name of the threads that write and send the windows of loops. Rows of such threads are in no window."""
+"""The name of the threads that write and send windows. Their own spans are in no window."""
 
 
 class Stretch(NamedTuple):
@@ -199,23 +199,23 @@ class WindowReader:
         self._recorder = recorder
         self._selection = selection
         self._make_origin = make_origin
-        self.begin(Profile(), 0)
+        self.begin_schedule(Profile(), 0)
 
-    def begin(self, profile: Profile, start_ns: int) -> None:
+    def begin_schedule(self, profile: Profile, start_ns: int) -> None:
         self.cut: deque[tuple[Cut, Origin]] = deque()
         self._lost_before = 0
-        self._follow(profile.schedule, start_ns)
+        self._follow_schedule(profile.schedule, start_ns)
 
-    def _follow(self, schedule: Schedule | None, start_ns: int, count: int = 0) -> None:
+    def _follow_schedule(self, schedule: Schedule | None, start_ns: int, count: int = 0) -> None:
         self._schedule = schedule
         self._windows = Windows(schedule, start_ns, count)
-        self._cursor = None if schedule is None else self._recorder.cursor()
+        self._cursor = None if schedule is None else self._recorder.make_row_cursor()
 
     def read_new_rows(self) -> None:
-        for end_ns in sorted(self._window_ends()):
-            self._queue_window(self._windows.step(end_ns))
+        for end_ns in sorted(self._read_step_ends()):
+            self._queue_window(self._windows.advance_step(end_ns))
 
-    def _window_ends(self) -> Iterator[int]:
+    def _read_step_ends(self) -> Iterator[int]:
         schedule, cursor = self._schedule, self._cursor
         if schedule is None or cursor is None:
             return
@@ -235,13 +235,13 @@ class WindowReader:
         if window is not None:
             self.cut.append((window, self._make_origin()))
 
-    def change(self, profile: Profile, now_ns: int) -> None:
+    def change_schedule(self, profile: Profile, now_ns: int) -> None:
         """Change to the schedule of another profile. If the schedules differ, end the open window."""
         if profile.schedule != self._schedule:
             self.read_new_rows()
             self._queue_window(self._windows.stop(now_ns))
             self._lost_before = self.lost_rows
-            self._follow(profile.schedule, now_ns, self._windows.count)
+            self._follow_schedule(profile.schedule, now_ns, self._windows.count)
 
     def stop(self, end_ns: int) -> Cut | None:
         return self._windows.stop(end_ns)

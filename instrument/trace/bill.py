@@ -27,19 +27,19 @@ from instrument.trace.indices import (
     NONE,
     Groups,
     Members,
+    find_ancestor,
     find_distinct,
     find_group_starts,
+    find_rows,
     index_rows,
-    mask_of,
-    nearest_above,
+    make_mask,
     number_combinations,
-    rows_of,
     sort_by_start,
 )
 from instrument.trace.intervals import FARTHEST, Union, Unions, measure_overlap, union_by_group
 from instrument.trace.joined import Joined
 from instrument.trace.ledger import QUEUE, STALL, WAITING, Ledger, Turns, compute_portion, split_batch_time
-from instrument.trace.self_times import compute_turns
+from instrument.trace.self_times import remove_overlaps
 
 BEHIND, SHARED, BETWEEN, BLOCKED = WAYS = range(4)
 """The ways to wait for other requests: in a queue, in a batch, between batches, and for a blocked event loop."""
@@ -70,11 +70,11 @@ class Lanes:
         threads = find_distinct(trace.thread_id[rows])
         lanes = np.searchsorted(threads, trace.thread_id[rows])
         ranks = index_rows(sort_by_start(trace.start_ns[rows], trace.end_ns[rows], trace.span_id[rows]), len(rows))[:-1]
-        place, starts, ends = compute_turns(lanes, trace.start_ns[rows], trace.end_ns[rows], ranks)
+        place, starts, ends = remove_overlaps(lanes, trace.start_ns[rows], trace.end_ns[rows], ranks)
         return cls(threads, Unions(lanes[place], starts, ends), rows[place], place >= len(batches), requests[place])
 
-    def lanes_of_threads(self, thread_id: Int64s) -> Int64s:
-        return rows_of(self.threads, thread_id).astype(np.int64)
+    def find_lanes(self, thread_id: Int64s) -> Int64s:
+        return find_rows(self.threads, thread_id).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,10 @@ class Account:
         for way, name in ((BEHIND, QUEUE), (BETWEEN, STALL)):
             waits = self._charged_turns
             waits = waits[self._turns.part[waits] == self._turns.names.index(name)]
-            lanes, waiting = self.lanes.lanes_of_threads(threads[waits]), group[self._turns.request[waits]]
+            lanes, waiting = self.lanes.find_lanes(threads[waits]), group[self._turns.request[waits]]
             starts, lengths = self._turns.start_ns[waits], self._turns.length_ns[waits]
             ran, blocked = (
-                self._measure_blocking_runs(waiting, lanes, starts, starts + lengths, blocked=is_so)
-                for is_so in (False, True)
+                self._measure_waits(waiting, lanes, starts, starts + lengths, blocked=is_so) for is_so in (False, True)
             )
             charged[way] += ran
             charged[BLOCKED] += blocked
@@ -153,7 +152,7 @@ class Account:
             np.add.at(weights, self._of_pair[members], self._joined.served.weight[members])
             yield number, weights
 
-    def _measure_blocking_runs(
+    def _measure_waits(
         self, waiting: Int64s, lanes: Int64s, starts: Int64s, ends: Int64s, *, blocked: bool
     ) -> NDArray[np.int64]:
         pieces, upto = self.lanes.pieces, np.zeros((self._count, self._count + 1), dtype=np.int64)
@@ -201,7 +200,7 @@ class Account:
         if not lanes.is_blocked.any():
             return np.zeros((self._count, self._count + 1), dtype=np.int64)
         roots = self._joined.rows
-        lane_of = lanes.lanes_of_threads(self._trace.thread_id[roots])
+        lane_of = lanes.find_lanes(self._trace.thread_id[roots])
         is_own = lanes.is_blocked & (lanes.blocker != NONE)
         is_own &= lane_of[lanes.blocker] == lanes.pieces.groups
         stretches = union_by_group(lanes.blocker[is_own], lanes.pieces.starts[is_own], lanes.pieces.ends[is_own])
@@ -215,17 +214,17 @@ class Account:
             (-1, self._turns.request[rows], starts, starts + turn_lengths),
         ):
             group = self._group[request]
-            work += sign * self._measure_blocking_runs(group, lane_of[request], begins, ends, blocked=True)
+            work += sign * self._measure_waits(group, lane_of[request], begins, ends, blocked=True)
             own_ns = Groups(group, self._count).sum_by_group(stretches.length_within(request, begins, ends))
             work[np.arange(self._count), np.arange(self._count)] -= sign * own_ns.astype(np.int64)
         return work
 
 
 MOST_PAIRS = 40_000
-"""The maximum number of pairs of a request and a batch in a simulation. Later requests are left out."""
+"""The maximum number of batch members in a simulation. Later requests are left out."""
 
 TOLERANCE = 0.1
-"""The maximum relative error of the simulated mean queue time for a sound model."""
+"""The largest relative error of the mean queue time at which a simulation is sound."""
 
 
 @dataclass(frozen=True)
@@ -249,8 +248,8 @@ class Engine:
     def __init__(self, trace: Columns, joined: Joined, all_turns: Turns, lanes: Lanes) -> None:
         served = joined.served
         self._lanes = lanes
-        is_main = mask_of(served.batch, len(trace))
-        is_main &= nearest_above(trace.parent, is_main) == NONE
+        is_main = make_mask(served.batch, len(trace))
+        is_main &= find_ancestor(trace.parent, is_main) == NONE
         threads, counts = np.unique(trace.thread_id[is_main], return_counts=True)
         if len(threads):  # of the outermost batches, those on the thread that ran most of them
             is_main &= trace.thread_id == threads[np.argmax(counts)]
@@ -274,7 +273,7 @@ class Engine:
         members = np.flatnonzero(is_main[served.batch])
         by_batch = Groups(of_pair[members], len(batches))
         sizes, weights = by_batch.count_members(), by_batch.sum_by_group(served.weight[members])
-        of_names = Groups(names, int(names.max(initial=-1)) + 1).members()
+        of_names = Groups(names, int(names.max(initial=-1)) + 1).list_rows()
         self._costs = [_Costs(sizes[rows], weights[rows], trace.total_ns[batches[rows]]) for rows in of_names]
         ratios = np.ones(len(batches))
         for rows, cost in zip(of_names, self._costs, strict=True):

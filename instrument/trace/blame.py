@@ -23,18 +23,18 @@ from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.indices import (
     NONE,
     Groups,
+    find_ancestor,
     find_distinct,
-    find_last_up_to,
+    find_last_number,
+    find_nearest_row,
+    find_rows,
     index_rows,
-    mask_of,
-    nearest_above,
-    nearest_at_or_above,
+    make_mask,
     number_combinations,
-    rows_of,
 )
-from instrument.trace.intervals import Union, measure_intersection, union
+from instrument.trace.intervals import Union, make_union, measure_intersection
 from instrument.trace.joined import THOUSANDTHS, Joined, Served
-from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, WAITING, Ledger, Moment, list_moments
+from instrument.trace.ledger import QUEUE, SHARE, STALL, TRANSPORT, WAITING, Ledger, Moment, list_turns
 
 BETWEEN = (QUEUE, STALL)
 """The parts in which a request waits for the threads of its batches."""
@@ -66,10 +66,10 @@ class Blame:
 
 def typical_times(ledger: Ledger, places: Int64s) -> dict[str, int]:
     """Return the median time of each part over the given requests. A request without the part counts as 0 ns."""
-    is_chosen = mask_of(places, int(max(ledger.request.max(initial=-1), places.max(initial=-1))) + 1)
+    is_chosen = make_mask(places, int(max(ledger.request.max(initial=-1), places.max(initial=-1))) + 1)
     rows = np.flatnonzero(is_chosen[ledger.request])
     typical = {}
-    for members in Groups(ledger.part[rows], len(ledger.names)).members():
+    for members in Groups(ledger.part[rows], len(ledger.names)).list_rows():
         times = np.zeros(len(places), dtype=np.int64)
         times[len(places) - len(members) :] = np.sort(ledger.time_ns[rows[members]])
         name = ledger.names[ledger.part[rows[members[0]]]]
@@ -83,10 +83,10 @@ def find_blame(trace: Columns, joined: Joined, ledger: Ledger, place: int, typic
     part = max(times, key=lambda name: (times[name] - typical.get(name, 0), name), default=None)
     if part is None or times[part] <= typical.get(part, 0):
         return None
-    moments = list_moments(trace, joined, place)
+    moments = list_turns(trace, joined, place)
     parts = (SHARE, WAITING) if part in (SHARE, WAITING) else (part,)
     turns = [(index, moment) for index, moment in enumerate(moments) if moment.part in parts]
-    blamed = union(*(np.array([moment[edge] for _, moment in turns], dtype=np.int64) for edge in (1, 2)))
+    blamed = make_union(*(np.array([moment[edge] for _, moment in turns], dtype=np.int64) for edge in (1, 2)))
     blame = Blame(part, times[part], typical.get(part, 0), None)
     is_collected = trace.are_of_sites([is_collection(site) for site in trace.sites])
     cause = _find_longest_cause(trace, joined, place, blamed, is_collected) if turns else None
@@ -112,8 +112,8 @@ def _find_cause(
     # The request's spans below the given rows.
     family = np.flatnonzero(joined.of == place)
     is_given = np.isin(family, rows)
-    is_below = nearest_at_or_above(rows_of(family, trace.parent[family].astype(np.int64)), is_given) != NONE
-    own_cause = _find_longest_cause(trace, joined, place, times, mask_of(family[is_below & ~is_given], len(trace)))
+    is_below = find_nearest_row(find_rows(family, trace.parent[family].astype(np.int64)), is_given) != NONE
+    own_cause = _find_longest_cause(trace, joined, place, times, make_mask(family[is_below & ~is_given], len(trace)))
     if own_cause is None or (other_cause is not None and other_cause.ran_ns >= own_cause.ran_ns):
         return other_cause
     return own_cause
@@ -135,7 +135,7 @@ def _find_awaited_threads(
 def _find_longest_cause(trace: Columns, joined: Joined, place: int, times: Union, is_wanted: Bools) -> Cause | None:
     low, high = int(times.starts[0]), int(times.ends[-1])
     rows = np.flatnonzero(is_wanted & (trace.start_ns < high) & (trace.end_ns > low))
-    is_candidate = mask_of(rows, len(trace) + 1)  # the last place is that of a missing parent
+    is_candidate = make_mask(rows, len(trace) + 1)  # the last place is that of a missing parent
     rows = rows[~is_candidate[trace.parent[rows]]]
     if not len(rows):
         return None
@@ -158,7 +158,7 @@ def _find_longest_cause(trace: Columns, joined: Joined, place: int, times: Union
         return None
     sums = {
         key: measure_intersection(
-            times, union(trace.start_ns[named_rows], trace.end_ns[named_rows])
+            times, make_union(trace.start_ns[named_rows], trace.end_ns[named_rows])
         )  # overlaps count once
         for key, named_rows in groups.items()
     }
@@ -181,7 +181,7 @@ def find_blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
     order = np.lexsort((trace.start_ns[candidates], groups[: len(candidates)]))
     candidates = candidates[order]
     middles = trace.start_ns[blocked_rows] + trace.total_ns[blocked_rows] // 2
-    last = find_last_up_to(
+    last = find_last_number(
         groups[: len(candidates)][order], trace.start_ns[candidates], groups[len(candidates) :], middles
     )
     blocking = np.append(candidates, NONE)[last]
@@ -221,7 +221,7 @@ def name_request(trace: Columns, joined: Joined, place: int) -> str:
 Floats = NDArray[np.float64]
 
 REFERENCES = 10_000
-"""The maximum number of steps per name that are used for a fit, spread evenly over the recording."""
+"""The maximum number of steps per name that a fit uses."""
 
 LEAST_STEPS = 20
 """The minimum number of steps for a fit."""
@@ -230,25 +230,22 @@ ROUNDS = 3
 """The number of successive fits. Each fit leaves out the steps far from the previous one."""
 
 FAR = 4.0
-"""The distance of a step from a fit beyond which the next fit leaves it out, as a multiple of the median distance."""
+"""The multiple of the median distance beyond which the next fit leaves a step out."""
 
 PATHS = 64
-"""The maximum number of sites whose excess time is computed separately. Further sites share an excess time."""
+"""The maximum number of sites with an excess time of their own. Further sites share one."""
 
 CELLS = 8_000_000
-"""The maximum product of the numbers of steps and sites, to bound the memory."""
+"""The maximum number of cells in the table of steps and sites, to bound the memory."""
 
 UNEVEN = 1.2
-"""The ratio of padded to real weight above which a step is uneven. Only uneven steps show whether an engine pads."""
+"""The ratio of padded to real weight above which a step is uneven."""
 
 PADS = 0.7
-"""The limit of a ratio that shows padding. Two fits predict the times of uneven steps: one from the padded weight, one
-from the real weight. An engine pads if the error of the padded fit, divided by the error of the real fit, is below the
-limit."""
+"""The ratio of two fits' errors, with and without padding, below which an engine pads its batches."""
 
 HEAVY = 4.0
-"""The multiple of the usual weight above which a member of a step is heavy. The usual weight is the median of the
-requests' largest weights."""
+"""The multiple of the median weight above which a member of a step is heavy."""
 
 
 @dataclass(frozen=True)
@@ -274,16 +271,16 @@ class StepCosts:
     is_first: Bools
     sites: Int64s
     step_of: Int64s
-    """The step of each row, `NONE` outside of steps, followed by an additional `NONE`."""
+    """The step of each row, or `NONE`. An additional `NONE` is at the end."""
 
 
 def compute_step_costs(trace: Columns, served: Served, requests: int) -> StepCosts:
-    is_batch = mask_of(served.batch, len(trace))
-    rows = np.flatnonzero(is_batch & (nearest_above(trace.parent, is_batch) == NONE))
+    is_batch = make_mask(served.batch, len(trace))
+    rows = np.flatnonzero(is_batch & (find_ancestor(trace.parent, is_batch) == NONE))
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
-    is_step = mask_of(rows, len(trace))
+    is_step = make_mask(rows, len(trace))
     place = index_rows(rows, len(trace))
-    step_of = np.append(place[nearest_at_or_above(trace.parent, is_step)], NONE).astype(np.int64)
+    step_of = np.append(place[find_nearest_row(trace.parent, is_step)], NONE).astype(np.int64)
     spent_ns, first_cells, sites = _measure_site_times(trace, rows, step_of)
     members, weight, largest, heaviest, heavy = _measure_loads(served, place, len(rows), requests)
     length_ns = (trace.end_ns - trace.start_ns)[rows].astype(np.float64)

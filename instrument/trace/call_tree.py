@@ -27,9 +27,9 @@ from instrument.trace.indices import (
     count_ancestors,
     count_distinct,
     find_least_at_or_below,
+    find_nearest_row,
     index_rows,
-    mask_of,
-    nearest_at_or_above,
+    make_mask,
     number_combinations,
     rows_by_level,
 )
@@ -117,7 +117,7 @@ def build_call_tree(
     is_of = np.array([*(site.kind in kinds for site in trace.sites), False])[trace.site[some_row]]
     around = np.where(is_elsewhere, NONE, parent)
     below = (around != NONE) & is_of[around] if count else is_of
-    inside = nearest_at_or_above(around.astype(np.int32), below) != NONE
+    inside = find_nearest_row(around.astype(np.int32), below) != NONE
     groups = Groups(node_of[calls], count)
     starts, ends = clip_intervals(trace.start_ns[calls], trace.end_ns[calls], (first, last))
     device, streams = _measure_device_times(
@@ -189,7 +189,7 @@ def _measure_device_times(
 def measure_device_times_of_calls(
     around: Int32s, is_call: Bools, rows: Int32s, starts: Int64s, ends: Int64s
 ) -> tuple[Int64s, Int64s]:  # fmt: skip
-    nearest_call = nearest_at_or_above(around, is_call)
+    nearest_call = find_nearest_row(around, is_call)
     up = np.where(around == NONE, NONE, nearest_call[around]).astype(np.int32)
     owner = nearest_call[rows]
     has_owner = owner != NONE
@@ -203,7 +203,7 @@ def measure_device_times_of_calls(
     joins = has_intervals | (children != 1)
     # A call that joins nothing has the length of the nearest call below it that joins intervals.
     lengths_ns = np.zeros(len(calls), dtype=np.int64)
-    above = np.where(up == NONE, NONE, nearest_at_or_above(up, joins)[up]).astype(np.int32)
+    above = np.where(up == NONE, NONE, find_nearest_row(up, joins)[up]).astype(np.int32)
     level = count_ancestors(above)
     joining = np.flatnonzero(joins)
     order = joining[np.argsort(-level[joining], kind="stable")]
@@ -225,7 +225,7 @@ def measure_device_times_of_calls(
     below = np.full(len(calls), NONE, dtype=np.int32)
     hands_on = (up != NONE) & ~joins[up]
     below[up[hands_on]] = np.flatnonzero(hands_on)
-    return calls, lengths_ns[nearest_at_or_above(below, joins)]
+    return calls, lengths_ns[find_nearest_row(below, joins)]
 
 
 # The tally
@@ -309,7 +309,7 @@ def tally_spans(trace: Columns, threads: Mapping[int, str] | None = None, *, lim
     labels = {thread: names.get(thread, f"thread {thread}") for thread in dict.fromkeys(lines["thread_id"].tolist())}
     every, used = paths.list_paths(trace.sites), dict.fromkeys(lines["node"].tolist())
     lines["node"] = index_rows(np.array(list(used), dtype=np.int64), len(every))[lines["node"]]
-    return Tally.of_paths([every[node] for node in used], lines, buckets, labels)
+    return Tally.from_paths([every[node] for node in used], lines, buckets, labels)
 
 
 def _find_nodes_of_rows(trace: Columns, paths: _Paths) -> Int64s:
@@ -331,7 +331,7 @@ def _are_inner_calls(trace: Columns, node_of: Int64s, recurring: set[int]) -> Bo
     inner = np.zeros(len(trace), dtype=np.bool_)
     if not recurring:
         return inner
-    is_recurring = mask_of(list(recurring), int(node_of.max()) + 1)
+    is_recurring = make_mask(list(recurring), int(node_of.max()) + 1)
     rows = np.flatnonzero(is_recurring[node_of])
     around = _find_outer_calls(trace, node_of, rows)
     # The latest end of all outer calls, by pointer doubling.

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from instrument.recording.memory import LABELS
 from instrument.recording.spans import UNTIMED, AttributeValue, Interval, Site
 from instrument.recording.trace_context import LINK, RemoteParent
-from instrument.trace.indices import NONE, count_ancestors, index_rows, mask_of, rank_distinct, rows_of, sort_stably
-from instrument.trace.intervals import Union, are_in_window, clip_intervals, lengths_by_group, union
+from instrument.trace.indices import NONE, count_ancestors, find_rows, index_rows, make_mask, rank_distinct, sort_stably
+from instrument.trace.intervals import Union, are_in_window, clip_intervals, lengths_by_group, make_union
 
 Int64s = NDArray[np.int64]
 Int32s = NDArray[np.int32]
@@ -30,7 +30,7 @@ Description = TypeVar("Description", bound=Hashable)
 Read = TypeVar("Read")
 
 FARTHEST_NS = 1 << 62
-"""The lowest time in ns that is invalid, because no clock reads it."""
+"""The lowest invalid time in ns."""
 
 
 class AttributeSets(Protocol):
@@ -38,7 +38,7 @@ class AttributeSets(Protocol):
 
     def __len__(self) -> int: ...
 
-    def having(self, name: str) -> Bools: ...
+    def mask_sets_by_name(self, name: str) -> Bools: ...
 
     def values(self, name: str, numbers: Sequence[int]) -> Sequence[AttributeValue | None]: ...
 
@@ -48,7 +48,7 @@ class AttributeSets(Protocol):
 class PlainSets(list[Mapping[str, AttributeValue]]):
     """Sets of attributes as dicts. The dicts must not change."""
 
-    def having(self, name: str) -> Bools:
+    def mask_sets_by_name(self, name: str) -> Bools:
         return np.fromiter((name in attributes for attributes in self), np.bool_, len(self))
 
     def values(self, name: str, numbers: Sequence[int]) -> Sequence[AttributeValue | None]:
@@ -67,8 +67,8 @@ class RelinkedSets:
     def __len__(self) -> int:
         return len(self._sets)
 
-    def having(self, name: str) -> Bools:
-        return self._sets.having(name)
+    def mask_sets_by_name(self, name: str) -> Bools:
+        return self._sets.mask_sets_by_name(name)
 
     def values(self, name: str, numbers: Sequence[int]) -> Sequence[AttributeValue | None]:
         values = self._sets.values(name, numbers)
@@ -93,9 +93,9 @@ class Attributes:
         self._having: dict[str, Int64s] = {}
 
     @classmethod
-    def of_rows(cls, count: int, attributes_by_row: Mapping[int, Mapping[str, AttributeValue]]) -> Attributes:
+    def from_dicts(cls, count: int, attributes_by_row: Mapping[int, Mapping[str, AttributeValue]]) -> Attributes:
         """Return the attributes of `count` rows from dicts by row. The dicts must not change."""
-        return cls(np.full(count, NONE)).override(attributes_by_row)
+        return cls(np.full(count, NONE)).override_rows(attributes_by_row)
 
     @classmethod
     def concatenate(cls, parts: Sequence[Attributes]) -> Attributes:
@@ -104,16 +104,16 @@ class Attributes:
         numbers = [np.where(part._number == NONE, NONE, part._number + first).astype(np.int32) for part, first in pairs]
         return cls(np.concatenate([np.zeros(0, dtype=np.int32), *numbers]), [*chain(*(part._tables for part in parts))])
 
-    def take(self, rows: NDArray[Any]) -> Attributes:
+    def take_rows(self, rows: NDArray[Any]) -> Attributes:
         return Attributes(self._number[rows], self._tables)
 
-    def override(self, attributes_by_row: Mapping[int, Mapping[str, AttributeValue]]) -> Attributes:
+    def override_rows(self, attributes_by_row: Mapping[int, Mapping[str, AttributeValue]]) -> Attributes:
         """Return a copy in which the given rows have other attributes."""
         number = self._number.astype(np.int32)
         number[list(attributes_by_row)] = np.arange(len(attributes_by_row)) + self._firsts[-1]
         return Attributes(number, [*self._tables, PlainSets(attributes_by_row.values())])
 
-    def relink(self, relink: Callable[[Any], Any]) -> Attributes:
+    def convert_links(self, relink: Callable[[Any], Any]) -> Attributes:
         return Attributes(self._number, [RelinkedSets(table, relink) for table in self._tables])
 
     def __getitem__(self, row: int, /) -> Mapping[str, AttributeValue]:
@@ -132,7 +132,9 @@ class Attributes:
 
     def rows_with_attribute(self, name: str) -> Int64s:
         if (rows := self._having.get(name)) is None:
-            is_wanted = np.concatenate([np.zeros(0, np.bool_), *(table.having(name) for table in self._tables)])
+            is_wanted = np.concatenate(
+                [np.zeros(0, np.bool_), *(table.mask_sets_by_name(name) for table in self._tables)]
+            )
             rows = self._rows[is_wanted[self._number[self._rows]]] if is_wanted.any() else self._rows[:0]
             self._having[name] = rows
         return rows
@@ -203,7 +205,7 @@ class DeviceIntervals:
         return replace(inner, start_ns=start_ns, end_ns=end_ns)
 
     def union(self) -> Union:
-        return union(self.start_ns, self.end_ns)
+        return make_union(self.start_ns, self.end_ns)
 
     @classmethod
     def make_empty(cls) -> DeviceIntervals:
@@ -249,7 +251,7 @@ class Columns:
         if not len(self.own_id):
             object.__setattr__(self, "own_id", self.span_id)
         _check_columns(self)
-        parent = rows_of(self.span_id, self.parent_id)
+        parent = find_rows(self.span_id, self.parent_id)
         parent[self.parent_id == 0] = NONE
         object.__setattr__(self, "parent", parent)
         object.__setattr__(self, "level", count_ancestors(parent))
@@ -286,9 +288,9 @@ class Columns:
         return int(np.count_nonzero(is_missing))
 
     def select(self, is_wanted: Bools) -> Columns:
-        return self.take(np.flatnonzero(is_wanted))
+        return self.take_rows(np.flatnonzero(is_wanted))
 
-    def take(self, rows: Int64s, **changes: Any) -> Columns:
+    def take_rows(self, rows: Int64s, **changes: Any) -> Columns:
         """Return the given rows in this order. `changes` replaces columns."""
         device, remote = self.device, self.remote
         if len(device):
@@ -296,7 +298,7 @@ class Columns:
         if remote and "remote" not in changes:
             remote = {place: remote[row] for place, row in enumerate(rows.tolist()) if row in remote}
         columns = {name: getattr(self, name)[rows] for name in _BY_ROW if name not in changes}
-        more: dict[str, Any] = {"device": device, "attributes": self.attributes.take(rows), "remote": remote}
+        more: dict[str, Any] = {"device": device, "attributes": self.attributes.take_rows(rows), "remote": remote}
         return Columns(sites=self.sites, errors=self.errors, **(more | columns | changes))
 
     def with_remote(self, remote: Mapping[int, RemoteParent]) -> Columns:
@@ -317,7 +319,7 @@ class Columns:
             owner[open_rows] = np.where(higher != NONE, higher, owner[open_rows])
             above[open_rows] = farther
             open_rows = open_rows[farther != NONE]
-        roots = rows_of(self.span_id, self.root_id)
+        roots = find_rows(self.span_id, self.root_id)
         by_root = (roots != NONE) & is_wanted[roots]
         return np.where(by_root, roots, owner).astype(np.int32)
 
@@ -326,7 +328,7 @@ class Columns:
         numbers = index_rows(rows, len(self))[device.row]
         is_given = numbers != NONE
         lengths_ns = lengths_by_group(numbers[is_given], device.start_ns[is_given], device.end_ns[is_given], len(rows))
-        timed = mask_of(numbers[is_given & device.is_measured], len(rows))
+        timed = make_mask(numbers[is_given & device.is_measured], len(rows))
         return lengths_ns, timed
 
     @cached_property
@@ -368,7 +370,7 @@ def _check_columns(trace: Columns) -> None:
         raise ValueError("it refers to a row that does not exist; it is damaged")
     # A duplicate id has one row for both. `np.unique` would take thirty times as long.
     is_ordered = (trace.span_id[1:] > trace.span_id[:-1]).all()
-    if not is_ordered and (rows_of(trace.span_id, trace.span_id) != np.arange(count)).any():
+    if not is_ordered and (find_rows(trace.span_id, trace.span_id) != np.arange(count)).any():
         raise ValueError("two spans in it have one id; it is damaged")
 
 
@@ -379,7 +381,7 @@ def are_in_range(column: NDArray[Any], first: int, end: int) -> bool:
 def device_intervals(cells: NDArray[np.void], span_id: Int64s) -> DeviceIntervals:
     cells = cells[np.argsort(cells["start_ns"], kind="stable")]
     intervals = DeviceIntervals(
-        row=rows_of(span_id, cells["span_id"].astype(np.int64)),
+        row=find_rows(span_id, cells["span_id"].astype(np.int64)),
         device=cells["device"],
         stream=cells["stream"].astype(np.int64),
         start_ns=cells["start_ns"],

@@ -25,9 +25,9 @@ from instrument.recording.trace_context import LINK, RemoteParent
 from instrument.trace.columns import Attributes, Columns, DeviceIntervals, Int64s
 from instrument.trace.dataset_tables import ATTRIBUTES, SpanKeys, UInt64s, arrow_schema, import_pyarrow, read_definition
 from instrument.trace.file import Saved
-from instrument.trace.indices import NONE, count_ancestors, rows_of, topmost_rows
+from instrument.trace.indices import NONE, count_ancestors, find_rows, topmost_rows
 from instrument.trace.metadata import read_site
-from instrument.trace.text import convert_lists, remove_surrogates
+from instrument.trace.text import convert_to_tuples, remove_surrogates
 from instrument.trace.trace import SpanViews, Trace
 
 FILE_BYTES = 128 << 20
@@ -308,7 +308,7 @@ def _read_recording(spans: Any, tables: Mapping[str, Any], everywhere: UInt64s) 
         error=error,
         clipped=spans.column("clipped").fill_null(False).to_numpy().astype(np.bool_),
         device=_read_intervals(tables.get("intervals"), ids, offset_ns),
-        attributes=Attributes.of_rows(
+        attributes=Attributes.from_dicts(
             len(spans), dict(_read_attributes(spans, [dict(place.attributes) for place in places], site, ids))
         ),
         remote=remote,
@@ -328,12 +328,12 @@ def _order_and_number_rows(spans: Any, ids: SpanKeys, everywhere: UInt64s) -> tu
     count = len(ids.span)
     by_id = np.argsort(ids.span, kind="stable")
 
-    def row_of(span: UInt64s) -> Int64s:
+    def find_span_rows(span: UInt64s) -> Int64s:
         places = np.searchsorted(ids.span, span, sorter=by_id).clip(max=count - 1)
         rows = by_id[places]
         return np.where(ids.span[rows] == span, rows, NONE)
 
-    parent, root = row_of(ids.parent), row_of(ids.root)
+    parent, root = find_span_rows(ids.parent), find_span_rows(ids.root)
     level = count_ancestors(parent.astype(np.int32))
     starts, ends = _read_ints(spans, "start_unix_ns"), _read_ints(spans, "duration_ns")
     order = np.lexsort((level, -ends, starts))
@@ -365,7 +365,7 @@ def _read_attributes(
         for row, items in zip(rows.tolist(), column.take(rows).to_pylist(), strict=True):
             static = of_sites[site[row]]
             for key, value in items:
-                stored = convert_lists(json.loads(value)) if name == "attributes_json" else value
+                stored = convert_to_tuples(json.loads(value)) if name == "attributes_json" else value
                 if key not in static or static[key] != stored:
                     attributes_by_row.setdefault(row, {})[key] = stored
     (linked,) = _read_ids(spans.column("link_span_id")).T
@@ -381,7 +381,7 @@ def _read_intervals(table: Any, ids: SpanKeys, offset_ns: int) -> DeviceInterval
     if table is None or not len(table):
         return DeviceIntervals.make_empty()
     table = table.sort_by("start_unix_ns").combine_chunks()
-    row = rows_of(ids.span.view(np.int64), _read_ids(table.column("span_id"))[:, 0].view(np.int64))
+    row = find_rows(ids.span.view(np.int64), _read_ids(table.column("span_id"))[:, 0].view(np.int64))
     start_ns = _read_ints(table, "start_unix_ns") - offset_ns
     labels, label = _number_values(table.column("label"))
     numbers = {name: _read_ints(table, name) for name in ("device", "stream", "uncertainty_ns")}

@@ -25,7 +25,7 @@ from instrument.trace.dataset_tables import (
     make_table,
 )
 from instrument.trace.decisions import OPEN, Decisions, RememberedTraces
-from instrument.trace.indices import NONE, rows_of
+from instrument.trace.indices import NONE, find_rows
 from instrument.trace.joined import join_requests
 from instrument.trace.merge import Merged
 from instrument.trace.merged_facts import group_by_process, restore_numbers
@@ -48,7 +48,7 @@ class DatasetRows(TraceRows):
         joined = join_requests(facts.columns, facts.apart_ns)
         trace = build_request_trees(facts.columns, joined, facts.origin.run)
         base_ns = facts.origin.realtime_of(0)
-        process = merged.number_processes()
+        process = merged.find_row_processes()
         members: list[DatasetProcess] = []
         self._parts = group_by_process(merged.parts)
         for number, parts in enumerate(self._parts):
@@ -135,7 +135,7 @@ def _collect_original_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKey
     firsts = np.cumsum([0, *(len(keys.span) for keys in ids)])[:-1]
     places = firsts[process] + trace.own_id - 1
     high, low, span, parent, root = (np.concatenate(columns)[places] for columns in zip(*ids, strict=True))
-    roots, parents = rows_of(trace.span_id, trace.root_id), trace.parent
+    roots, parents = find_rows(trace.span_id, trace.root_id), trace.parent
     has_root, has_parent = roots != NONE, parents != NONE
     return SpanKeys(
         np.where(has_root, high[roots], high),
@@ -147,8 +147,7 @@ def _collect_original_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKey
 
 
 IntervalsOf = Callable[[Int64s, Int64s, Int64s], DeviceIntervals]
-"""A function that returns the device intervals of wanted rows. Its arguments: span ids of all rows, wanted rows, start
-times of all rows."""
+"""A function from span ids, wanted rows and start times to the device intervals of the wanted rows."""
 
 
 class SettledRows(TraceRows):

@@ -23,7 +23,7 @@ from instrument.errors import InstrumentError
 from instrument.recording.spans import AttributeValue, Origin
 from instrument.recording.trace_context import LINK, RemoteParent
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.indices import NONE, Groups, find_group_starts, number_combinations, rank_distinct, rows_of
+from instrument.trace.indices import NONE, Groups, find_group_starts, find_rows, number_combinations, rank_distinct
 from instrument.trace.joined import THOUSANDTHS, Joined
 from instrument.trace.ledger import SUB_REQUESTS, compute_device_ledger, compute_ledger
 from instrument.trace.metadata import Sites
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 EXTRA = "instrument-sdk[parquet]"
 
 ROWS_AT_ONCE = 100_000
-"""The maximum number of table rows converted at once, to bound the memory. They become one row group of a file."""
+"""The maximum number of table rows converted at once, to bound the memory."""
 
 UInt64s = NDArray[np.uint64]
 Values = Mapping[str, Any]
@@ -275,7 +275,7 @@ class TraceRows:
 
     def _find_linked_span(self, row: int, link: tuple[int, int]) -> tuple[int, int, int]:
         """Return the two halves of the trace id, and the span id, of a linked span. An unknown span has the ids 0."""
-        (cause,) = rows_of(self.trace.span_id, np.array(link[:1], dtype=np.int64)).tolist()
+        (cause,) = find_rows(self.trace.span_id, np.array(link[:1], dtype=np.int64)).tolist()
         return (0, 0, 0) if cause == NONE else tuple(int(ids[cause]) for ids in self.keys[:3])  # type: ignore[return-value]
 
     def make_requests(self, places: Int64s, is_complete: Bools) -> Any:
@@ -414,7 +414,7 @@ def make_span_keys(
         return ids
 
     def convert_ancestors_to_ids(ids: Int64s, part: int) -> UInt64s:
-        rows = rows_of(trace.span_id, ids)
+        rows = find_rows(trace.span_id, ids)
         processes = np.append(process, 0)[rows]
         numbers = np.append(trace.own_id, 0)[rows]
         for row in np.flatnonzero(rows == NONE).tolist():

@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 
 from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Site
-from instrument.recording.trace_context import RemoteParent, is_sampled, tracestate_of_share
+from instrument.recording.trace_context import RemoteParent, is_sampled, make_tracestate
 from instrument.trace.columns import Attributes, Bools, Columns, DeviceIntervals, Int32s, Int64s
 from instrument.trace.indices import (
     NONE,
     find_distinct,
-    mask_of,
-    nearest_at_or_above,
+    find_nearest_row,
+    find_rows,
+    make_mask,
     number_combinations,
     rank_distinct,
-    rows_of,
 )
 from instrument.trace.joined import join_requests
 from instrument.trace.of_recording import RowDetail, RowDetails, columns_of_rows, have_details, split_remote_parent
@@ -36,7 +36,7 @@ OPEN_NS = 1 << 61
 """The time in ns that replaces the end of an open span."""
 
 OPEN = 255
-"""The state of an open span. Ended spans have one of the states in `unsettled`."""
+"""The state of an open span."""
 
 
 class Gathered:
@@ -91,7 +91,7 @@ class Gathered:
             error=details.error,
             clipped=self.state == OPEN,
             device=DeviceIntervals.make_empty(),
-            attributes=Attributes.of_rows(len(self.own), attributes),
+            attributes=Attributes.from_dicts(len(self.own), attributes),
             remote=details.remote,
         )
 
@@ -102,7 +102,7 @@ class Gathered:
         columns = [np.zeros((2, 0), np.int64)]
         for part, first in zip(parts, starts.tolist(), strict=False):
             above_ids = np.concatenate([part["parent_id"], part["root_id"]])
-            rows = rows_of(part["span_id"], above_ids).astype(np.int64)
+            rows = find_rows(part["span_id"], above_ids).astype(np.int64)
             ids = np.where(rows == NONE, 0, rows + first + 1)
             absent = np.flatnonzero((rows == NONE) & (above_ids != 0))
             if len(absent):
@@ -125,7 +125,8 @@ def _gather_rows_of_recording(
 ) -> dict[str, NDArray[Any]]:
     place = np.flatnonzero(_are_relevant(member, horizon_ns))
     rows = {name: member.rows[name][place] for name in member.rows.dtype.names or ()}
-    ended = rows_of(rows["span_id"].astype(np.int64), np.fromiter(member.opened, np.int64, len(member.opened))) != NONE
+    opened_ids = np.fromiter(member.opened, np.int64, len(member.opened))
+    ended = find_rows(rows["span_id"].astype(np.int64), opened_ids) != NONE
     opened = [span for span, has_ended in zip(member.opened.values(), ended.tolist(), strict=True) if not has_ended]
     columns = columns_of_rows(rows, member.thread_id[place], opened, OPEN_NS)
     nodes, node_places = rank_distinct(columns["node"])
@@ -146,13 +147,13 @@ def _are_relevant(member: UnsettledRows, horizon_ns: int) -> Bools:
     is_root = is_request & (span_id == root_id)
     undue = root_id[is_root & (rows["end_ns"] > horizon_ns)]
     opened = np.fromiter((span_id for span_id in member.opened if span_id & REQUEST_BIT), np.int64)
-    is_undue = is_request & (rows_of(np.union1d(undue, opened), root_id) != NONE)
+    is_undue = is_request & (find_rows(np.union1d(undue, opened), root_id) != NONE)
     matter = ~is_undue | is_root | have_details(rows)
     asking = matter
     while True:
         wanted = parent_id[asking]
-        missing = find_distinct(wanted[rows_of(span_id[matter], wanted) == NONE])
-        asking = ~matter & (rows_of(missing, span_id) != NONE)
+        missing = find_distinct(wanted[find_rows(span_id[matter], wanted) == NONE])
+        asking = ~matter & (find_rows(missing, span_id) != NONE)
         if not asking.any():
             return np.asarray(matter)
         matter |= asking
@@ -315,7 +316,7 @@ class Decisions:
         # If a request has a caller's trace, the caller has decided about the random sample.
         is_of_sample = self._ended_request(unit).remote is None and is_sampled(trace_id, sample)
         if is_of_sample:
-            self.states[unit] = tracestate_of_share(sample)
+            self.states[unit] = make_tracestate(sample)
         is_kept = is_of_sample or trace_id in self._remembered.kept
         if is_kept or any(sampler.is_wanted(request) for sampler, request, _ in ended):
             self._keep_tree(unit)
@@ -398,8 +399,8 @@ class Decisions:
         due[batches] = False
         if not due.any():
             return
-        keyed = mask_of(self.found.attributes.rows_with_attribute(KEY), len(due))
-        waits = (nearest_at_or_above(self.found.parent, keyed) != NONE) & (
+        keyed = make_mask(self.found.attributes.rows_with_attribute(KEY), len(due))
+        waits = (find_nearest_row(self.found.parent, keyed) != NONE) & (
             gathered.trace.end_ns > self._horizon_ns - (0 if self._at_once or self._is_last else PATIENCE_NS)
         )
         due &= ~waits

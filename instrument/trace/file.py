@@ -44,8 +44,7 @@ _LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _VERSION, _DEFLATED, _DATE = 20, 8, 0x21
-"""The version of zip (2.0), the method (deflate), and a fixed date (1980-01-01), so that equal traces make equal
-files."""
+"""Values of zip headers. The date is fixed, so that equal traces make equal files."""
 
 ARCHIVE_LIMIT_BYTES = (1 << 32) - 1
 """The maximum size of an archive in bytes, because the zip format stores sizes in 32 bits."""
@@ -72,7 +71,6 @@ def write_archive(file: IO[bytes], members: Iterable[tuple[str, bytes]]) -> None
 
 
 LAYOUT = 2
-"""The version of the arrays' layout."""
 
 LIMIT_BYTES = 2 << 30
 """The maximum number of unpacked bytes that `load` accepts."""
@@ -88,7 +86,7 @@ class Saved:
     trace: Trace
     tally: Tally | None
 
-    def tally_or_count(self) -> Tally:
+    def read_or_count_totals(self) -> Tally:
         """Return the saved totals, or count them from the spans. Raises `TraceError` if the calls are nested too
         deeply."""
         if self.tally is not None:
@@ -117,7 +115,7 @@ def dump(path: str | os.PathLike[str], trace: Trace, tally: Tally | None = None)
 def _write_members(file: Any, facts: Trace, tally: Tally | None) -> None:
     columns = facts.columns
     sites = Sites(columns.sites)
-    places = np.array([sites.index_of(site) for site in columns.sites], dtype=np.int32)
+    places = np.array([sites.find_or_add_index(site) for site in columns.sites], dtype=np.int32)
     arrays, more = pack_columns(columns)
     arrays["site"] = places[arrays["site"]].astype(arrays["site"].dtype) if len(places) else arrays["site"]
     base_ns = facts.start_ns
@@ -181,11 +179,11 @@ def check_call_depth(saved: Saved) -> Saved:
     if int(level.max(initial=0)) > DEEPEST:
         raise ValueError("its calls are nested too deeply; it is damaged")
     if saved.tally is None and int(level.sum(dtype=np.int64)) > LIMIT_LINKS:
-        return replace(saved, tally=saved.tally_or_count())
+        return replace(saved, tally=saved.read_or_count_totals())
     return saved
 
 
-def load_facts(path: str | os.PathLike[str]) -> Trace:
+def load_metadata(path: str | os.PathLike[str]) -> Trace:
     """Read a recording's metadata, without its spans and gauges. Raises `TraceError`."""
     with _convert_errors(path), zipfile.ZipFile(path) as archive:
         member = archive.getinfo("metadata.npy")

@@ -28,7 +28,7 @@ class Groups:
         self._firsts = np.flatnonzero(np.diff(ascending, prepend=-1))
         self._known = ascending[self._firsts]
 
-    def members(self) -> list[Int64s]:
+    def list_rows(self) -> list[Int64s]:
         """Return the rows of each group, in order. Empty groups are left out."""
         return np.split(self._order, self._firsts[1:]) if len(self._firsts) else []
 
@@ -73,7 +73,7 @@ class Members:
         return self._numbers[self._starts[group] : self._starts[group + 1]]
 
 
-def mask_of(rows: Any, count: int) -> Bools:
+def make_mask(rows: Any, count: int) -> Bools:
     is_given = np.zeros(count, dtype=np.bool_)
     is_given[rows] = True
     return is_given
@@ -180,7 +180,7 @@ def compute_running_max(numbers: Int64s, groups: Int64s) -> Int64s:
     return np.asarray(np.maximum.accumulate(numbers + base) - base)
 
 
-def count_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
+def count_numbers_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
     """Return how many numbers of group `of[i]` are at most `upto[i]`, for each `i`."""
     all_groups = np.concatenate([groups, of])
     order = np.lexsort((np.concatenate([numbers, upto]), all_groups))  # of equal numbers, those of the group come first
@@ -191,10 +191,10 @@ def count_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: I
     return np.asarray(counts[len(groups) :] - np.searchsorted(np.sort(groups), of))
 
 
-def find_last_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
+def find_last_number(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
     """Return the index of the last number of group `of[i]` that is at most `upto[i]`, or `NONE`. Numbers must be
     ordered by group and size."""
-    counts = count_up_to(groups, numbers, of, upto)
+    counts = count_numbers_up_to(groups, numbers, of, upto)
     return np.where(counts > 0, np.searchsorted(groups, of) + counts - 1, NONE)
 
 
@@ -202,7 +202,7 @@ NONE = -1
 """The index that means no row."""
 
 
-def rows_of(ids: Int64s, wanted_ids: Int64s) -> Int32s:
+def find_rows(ids: Int64s, wanted_ids: Int64s) -> Int32s:
     """Return the row of each wanted id, -1 for a missing id. `ids` are distinct."""
     if not len(ids):
         return np.full(len(wanted_ids), NONE, dtype=np.int32)
@@ -223,7 +223,7 @@ def rows_of(ids: Int64s, wanted_ids: Int64s) -> Int32s:
         found_rows[~inside] = NONE
         if len(near) < len(ids):
             far, far_rows = np.flatnonzero(~inside), np.flatnonzero(~is_near)
-            rows = rows_of(ids[far_rows], wanted_ids[far])
+            rows = find_rows(ids[far_rows], wanted_ids[far])
             found_rows[far] = np.where(rows == NONE, NONE, far_rows[rows])
         return np.asarray(found_rows)
     order = np.argsort(ids)
@@ -264,7 +264,7 @@ def topmost_rows(parents: Int32s) -> Int32s:
     raise ValueError("a span in it is its own ancestor; it is damaged")
 
 
-def nearest_at_or_above(above: Int32s, is_wanted: Bools) -> Int32s:
+def find_nearest_row(above: Int32s, is_wanted: Bools) -> Int32s:
     """Return the nearest wanted row at or above each row, -1 without one."""
     nearest_row = np.where(is_wanted, np.arange(len(above), dtype=np.int32), np.int32(NONE)).astype(np.int32)
     up = np.where(is_wanted, np.int32(NONE), above).astype(np.int32)
@@ -278,8 +278,8 @@ def nearest_at_or_above(above: Int32s, is_wanted: Bools) -> Int32s:
     return nearest_row
 
 
-def nearest_above(parents: Int32s, is_wanted: Bools) -> Int32s:
-    return np.append(nearest_at_or_above(parents, is_wanted), np.int32(NONE))[parents]
+def find_ancestor(parents: Int32s, is_wanted: Bools) -> Int32s:
+    return np.append(find_nearest_row(parents, is_wanted), np.int32(NONE))[parents]
 
 
 def are_at_or_above(parents: Int32s, rows: NDArray[Any]) -> Bools:

@@ -42,10 +42,10 @@ NOTHING = Union(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
 def unite(unions: Sequence[Union]) -> Union:
-    return union(*(np.concatenate(edges) for edges in zip(*unions, strict=True)))
+    return make_union(*(np.concatenate(edges) for edges in zip(*unions, strict=True)))
 
 
-def union(starts: NDArray[Any], ends: NDArray[Any]) -> Union:
+def make_union(starts: NDArray[Any], ends: NDArray[Any]) -> Union:
     _, starts, ends = union_by_group(np.zeros(len(starts), dtype=np.int64), starts, ends)
     return Union(starts, ends)
 
@@ -57,14 +57,14 @@ class Unions(NamedTuple):
     starts: Int64s
     ends: Int64s
 
-    def last_begun(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
+    def find_last_begun(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
         starts, times_on_axis = shift_to_one_axis((self.groups, self.starts), (groups, times))
         places = np.searchsorted(starts, times_on_axis, side="right") - 1
         places[np.append(self.groups, NONE)[places] != groups] = NONE
         return np.asarray(places)
 
     def interval_at(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
-        places = self.last_begun(groups, times)
+        places = self.find_last_begun(groups, times)
         return np.where(times < np.append(self.ends, -FARTHEST)[places], places, NONE)
 
     def length_within(self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
@@ -194,7 +194,7 @@ def _combine(first: Union, second: Union, *, is_in_second: bool) -> Union:
     edges = find_distinct(np.concatenate([*first, *second]))
     starts, ends = edges[:-1], edges[1:]
     is_kept = _are_covered(first, starts) & (_are_covered(second, starts) == is_in_second)
-    return union(starts[is_kept], ends[is_kept])
+    return make_union(starts[is_kept], ends[is_kept])
 
 
 def _are_covered(span: Union, times: Int64s) -> Bools:

@@ -24,24 +24,23 @@ from instrument.trace.indices import (
     NONE,
     Groups,
     compute_running_max,
-    count_up_to,
-    find_last_up_to,
+    count_numbers_up_to,
+    find_last_number,
+    find_nearest_row,
+    find_rows,
     index_rows,
-    mask_of,
-    nearest_at_or_above,
+    make_mask,
     number_by_first_occurrence,
-    rows_of,
 )
 
 THOUSANDTHS = 1000
-"""The stored number for a weight of 1. Weights are stored in thousandths."""
+"""The stored number for a weight of 1."""
 
 HEAVIEST = 1 << 31
 """The largest weight. Larger weights are reduced to it."""
 
 ROUNDS = 8
-"""The maximum number of rounds in the search for a request's further keys. Each round searches below spans with known
-keys."""
+"""The maximum number of rounds in the search for a request's further keys."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +94,9 @@ def join_requests(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None
     key_of = np.array([numbers.setdefault(text, len(numbers)) for text in texts], dtype=np.int64)
     owner = split_sub_requests(trace, owner, keyed, key_of)
     first = FirstKeys(trace, owner, keyed, key_of)
-    owner = remove_strays(trace, owner, first)
+    owner = remove_stray_spans(trace, owner, first)
     # The parent of each row, or its root if the parent was not kept but the root was.
-    roots = rows_of(trace.span_id, trace.root_id)
+    roots = find_rows(trace.span_id, trace.root_id)
     tops = (trace.parent == NONE) & (trace.root_id == trace.span_id)
     is_lost = (trace.parent == NONE) & (roots != NONE) & ~tops
     is_lost &= tops[roots]
@@ -124,7 +123,7 @@ def join_requests(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None
             keys[place].append(names[key])
     batch, weights, member_keys = _read_members(trace.attributes)
     key_of_member = np.array([numbers.get(key, NONE) for key in member_keys], dtype=np.int64)
-    request = place_of[bound.request_at(key_of_member, trace.start_ns[batch])]
+    request = place_of[bound.find_requests(key_of_member, trace.start_ns[batch])]
     served = merge_repeated_members(Served(batch, request, weights, member_keys))
     around = of[served.batch]  # the request in whose tree a batch is, which may serve only others
     serves = served.batch[(around != NONE) & (served.request != NONE)]
@@ -132,7 +131,7 @@ def join_requests(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None
     if len(foreign):
         has_owner = np.zeros(len(trace), dtype=np.bool_)
         has_owner[keyed] = has_owner[foreign] = True
-        of = np.where(np.isin(nearest_at_or_above(trace.parent, has_owner), foreign), NONE, of)
+        of = np.where(np.isin(find_nearest_row(trace.parent, has_owner), foreign), NONE, of)
     return Joined(
         rows=rows,
         of=of,
@@ -162,19 +161,19 @@ def _pair_keys(keys: Int64s, requests: Int64s, times_ns: Int64s) -> tuple[Int64s
 def _resolve_requests(
     trace: Columns, owner: Int32s, above: Int32s, keyed: Int64s, key_of: Int64s, bound: _Bound
 ) -> tuple[Int64s, Int64s, Int64s, int]:
-    is_part = mask_of(bound.parts, len(trace))
+    is_part = make_mask(bound.parts, len(trace))
     rows = np.flatnonzero((owner == np.arange(len(trace))) & ~is_part)
     rows = rows[np.argsort(trace.start_ns[rows], kind="stable")]
     place_of = np.full(len(trace) + 1, NONE, dtype=np.int64)  # the last place is that of a missing row
     place_of[rows] = np.arange(len(rows))
     of = place_of[bound.whole_of[owner]]
     outside = np.flatnonzero(owner[keyed] == NONE)
-    requests = place_of[bound.request_at(key_of[outside], trace.start_ns[keyed[outside]])]
+    requests = place_of[bound.find_requests(key_of[outside], trace.start_ns[keyed[outside]])]
     of_key = np.full(len(trace) + 1, NONE, dtype=np.int64)
     of_key[keyed[outside]] = requests
-    is_known = mask_of(keyed[outside[requests != NONE]], len(trace))
+    is_known = make_mask(keyed[outside[requests != NONE]], len(trace))
     if is_known.any():
-        of = np.where(of == NONE, of_key[nearest_at_or_above(above, is_known)], of)
+        of = np.where(of == NONE, of_key[find_nearest_row(above, is_known)], of)
     return rows, place_of, of, int((requests == NONE).sum())
 
 
@@ -215,15 +214,15 @@ class _Bound:
         keys, whole, since_ns = keys[further], whole[further], since_ns[further]
         around = self.whole_of[np.where(owner[first.rows] == NONE, first.rows, owner[first.rows])]
         ends = np.maximum(first.ends, first.starts + 1)
-        begun_counts = count_up_to(first.keys, first.starts, keys, since_ns)
-        ended_counts = count_up_to(first.keys, ends, keys, trace.start_ns[whole])
+        begun_counts = count_numbers_up_to(first.keys, first.starts, keys, since_ns)
+        ended_counts = count_numbers_up_to(first.keys, ends, keys, trace.start_ns[whole])
         of_own = first.keys * len(trace) + around
-        own_counts = count_up_to(of_own, first.starts, keys * len(trace) + whole, since_ns)
+        own_counts = count_numbers_up_to(of_own, first.starts, keys * len(trace) + whole, since_ns)
         is_theirs = begun_counts - ended_counts > own_counts
         from_ns[further[is_theirs]] = since_ns[is_theirs] + 1
         return from_ns
 
-    def request_at(self, keys: Int64s, times_ns: Int64s) -> Int64s:
+    def find_requests(self, keys: Int64s, times_ns: Int64s) -> Int64s:
         requests = self._find_newest_requests(keys, times_ns)
         if self._apart_ns and len(self._keys):
             is_over = (requests == NONE) | (self._ends[requests] < times_ns)
@@ -231,7 +230,7 @@ class _Bound:
         return requests
 
     def _find_newest_requests(self, keys: Int64s, times_ns: Int64s) -> Int64s:
-        return np.append(self._requests, NONE)[find_last_up_to(self._keys, self._starts, keys, times_ns)]
+        return np.append(self._requests, NONE)[find_last_number(self._keys, self._starts, keys, times_ns)]
 
 
 def _outermost_request(parts: Mapping[int, int], request: int) -> int:
@@ -243,7 +242,7 @@ def _outermost_request(parts: Mapping[int, int], request: int) -> int:
 
 
 _members_of: WeakKeyDictionary[Attributes, tuple[Int64s, Int64s, tuple[str, ...]]] = WeakKeyDictionary()
-"""The members of batches, by the attributes of a trace. The cache saves time because each file is joined twice."""
+"""A cache of the members of batches, by the attributes of a trace."""
 
 
 def _read_members(attributes: Attributes) -> tuple[Int64s, Int64s, tuple[str, ...]]:
@@ -302,7 +301,7 @@ def split_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int
     inner = is_request & (owner != np.arange(len(trace))) & (owner != NONE)
     if not inner.any() or not len(keyed):
         return owner
-    of = nearest_at_or_above(trace.parent, is_request)
+    of = find_nearest_row(trace.parent, is_request)
     is_theirs = inner[of[keyed]] & (of[keyed] != NONE)
     if not is_theirs.any():
         return owner
@@ -312,7 +311,7 @@ def split_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int
     is_own = is_request & ~inner
     candidates = np.unique(of[keyed[is_theirs]])
     for level in np.unique(trace.level[candidates]).tolist():
-        around = nearest_at_or_above(trace.parent, is_own)
+        around = find_nearest_row(trace.parent, is_own)
         inner_by_outer: dict[int, list[int]] = {}
         for row in candidates[trace.level[candidates] == level].tolist():
             inner_by_outer.setdefault(int(around[row]), []).append(row)
@@ -321,7 +320,7 @@ def split_sub_requests(trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int
             inner_rows = [row for row in rows if not keys[row] & outer_keys]
             if outer_keys or len({frozenset(keys[row]) for row in inner_rows}) > 1:
                 is_own[inner_rows] = True
-    nearest_own = nearest_at_or_above(trace.parent, is_own)
+    nearest_own = find_nearest_row(trace.parent, is_own)
     is_within = (nearest_own != NONE) & inner[nearest_own]
     return np.where(is_within, nearest_own, owner).astype(np.int32)
 
@@ -330,7 +329,7 @@ class FirstKeys:
     """Finds the requests of a trace, also nested ones, by their first keys."""
 
     def __init__(self, trace: Columns, owner: Int32s, keyed: Int64s, key_of: Int64s) -> None:
-        near = nearest_at_or_above(trace.parent, trace.are_of_kind("request"))
+        near = find_nearest_row(trace.parent, trace.are_of_kind("request"))
         self.around = np.where((near == NONE) | (owner == NONE), owner, near).astype(np.int64)
         """The nearest request at or above each row."""
         borne, keys = keyed[owner[keyed] != NONE], key_of[owner[keyed] != NONE]
@@ -350,12 +349,12 @@ class FirstKeys:
         return np.asarray(self._first_of[rows] == keys)
 
     def are_keys_of_other_requests(self, keys: Int64s, at_ns: Int64s, start_ns: Int64s) -> Bools:
-        last = find_last_up_to(self.keys, self.starts, keys, at_ns)
+        last = find_last_number(self.keys, self.starts, keys, at_ns)
         reach, starts = (np.append(times, NONE)[last] for times in (self._reach, self.starts))
         return np.asarray((last != NONE) & ((reach > at_ns) | (starts >= start_ns)))
 
 
-def remove_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
+def remove_stray_spans(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
     """Return the request of each row, `NONE` for strays and the rows below them.
 
     A stray is a span that serves another request than the one around it. It has the first key of the other request.
@@ -372,5 +371,5 @@ def remove_strays(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
         return owner
     is_stray = np.zeros(len(trace), dtype=np.bool_)
     is_stray[first.borne] = are_astray[pair_of.reshape(-1)]
-    top = nearest_at_or_above(trace.parent, is_stray | (owner == np.arange(len(trace))))
+    top = find_nearest_row(trace.parent, is_stray | (owner == np.arange(len(trace))))
     return np.where((top != NONE) & is_stray[top], np.int32(NONE), owner).astype(np.int32)

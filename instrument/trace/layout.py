@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from instrument.recording.spans import WORK, Kernel, Site
 from instrument.recording.trace_context import RemoteParent
 from instrument.trace.columns import FARTHEST_NS, Attributes, Columns, DeviceIntervals, Int32s, Int64s, are_in_range
-from instrument.trace.indices import NONE, index_rows, mask_of, rank_distinct, sort_by_start, topmost_rows
+from instrument.trace.indices import NONE, index_rows, make_mask, rank_distinct, sort_by_start, topmost_rows
 from instrument.trace.text import TextSets, encode_rows, remove_surrogates
 from instrument.trace.trace import ALLOCATION, Allocation, Allocations, Trace, Views
 
@@ -133,7 +133,7 @@ def _pack_intervals(device: DeviceIntervals, rank: Int64s, start_ns: Int64s) -> 
 
 
 def _pack_attributes(trace: Columns, order: Int64s) -> dict[str, Column]:
-    has = mask_of(trace.attributes.rows(), len(trace))
+    has = make_mask(trace.attributes.rows(), len(trace))
     rows = np.flatnonzero(has[order])
     table: dict[str, int] = {}
     encoded = encode_rows(trace.attributes, order[rows].tolist(), finite=False)
@@ -274,7 +274,7 @@ class KernelColumns(Views[Kernel]):
             launched_ns=np.where(self.thread_id == 0, 0, self.launched_ns + by_ns),
         )
 
-    def place_of_kind(self, kind: str) -> int:
+    def find_kind_index(self, kind: str) -> int:
         return self.kinds.index(kind) if kind in self.kinds else NONE
 
     def __len__(self) -> int:
@@ -289,8 +289,7 @@ class KernelColumns(Views[Kernel]):
 
 PLAIN = ("size_bytes", "address")
 LEVELS = ("allocated_bytes", "reserved_bytes")
-"""The fields of an allocation that are stored as the difference to the row before, because nearly every row changes
-them."""
+"""The fields of an allocation that are stored as differences between rows."""
 
 
 def shift_torch_data(

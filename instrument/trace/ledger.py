@@ -31,20 +31,20 @@ from instrument.trace.indices import (
     Groups,
     are_at_or_above,
     compute_running_max,
-    count_up_to,
+    count_numbers_up_to,
+    find_ancestor,
     find_distinct,
     find_group_starts,
-    find_last_up_to,
+    find_last_number,
+    find_nearest_row,
     index_rows,
-    mask_of,
-    nearest_above,
-    nearest_at_or_above,
+    make_mask,
     number_combinations,
     sort_by_start,
 )
 from instrument.trace.intervals import Unions, lengths_by_group, union_by_group
 from instrument.trace.joined import Joined, Served
-from instrument.trace.self_times import compute_turns
+from instrument.trace.self_times import remove_overlaps
 
 QUEUE, STALL, TRANSPORT, UNKNOWN = "queue", "stall", "transport", "unknown"
 SHARE, WAITING = "share of batches", "waiting in batches"
@@ -52,13 +52,12 @@ SUB_REQUESTS = "sub-requests"
 LOCK = "lock"
 
 LOCK_WAITS = ("acquire", "Condition.wait", "Condition.wait_for")
-"""The last parts of the qualified names of functions that wait for a lock."""
 
 COPIES = {"h2d": "copy in", "d2h": "copy out"}
 PHASE_OF_KIND = {"layer": "compute", "loader": "load", "comm": "comm"}
 
 
-def phase_of(site: Site) -> str | None:
+def find_phase(site: Site) -> str | None:
     facts = dict(site.attributes)
     declared = facts.get("phase")
     if isinstance(declared, str) and declared:
@@ -68,10 +67,10 @@ def phase_of(site: Site) -> str | None:
         return COPIES.get(direction, "copy") if isinstance(direction, str) else "copy"
     if site.kind == "phase" or site.name == QUEUE:
         return site.name
-    return LOCK if waits_for_lock(site) else PHASE_OF_KIND.get(site.kind)
+    return LOCK if is_lock_wait(site) else PHASE_OF_KIND.get(site.kind)
 
 
-def waits_for_lock(site: Site) -> bool:
+def is_lock_wait(site: Site) -> bool:
     is_named = f".{site.qualname}".endswith(tuple(f".{name}" for name in LOCK_WAITS))
     return dict(site.attributes).get("phase") == LOCK or (is_named and site.kind in ("op", "phase", "user"))
 
@@ -134,9 +133,9 @@ def measure_own_batch_times(trace: Columns, served: Served, parts: Unions, batch
     if not len(at_once):
         return np.asarray(Groups(its_batch, len(trace)).sum_by_group(lengths), dtype=np.int64)
     # A batch nested in another one of the same thread and task competes with it.
-    is_batch = mask_of(served.batch, len(trace))
+    is_batch = make_mask(served.batch, len(trace))
     inner = np.flatnonzero(is_batch)
-    outer = nearest_above(trace.parent, is_batch)[inner].astype(np.int64)
+    outer = find_ancestor(trace.parent, is_batch)[inner].astype(np.int64)
     is_within = (outer != NONE) & (trace.thread_id[outer] == trace.thread_id[inner])
     is_within &= trace.task_id[outer] == trace.task_id[inner]
     inner, outer = inner[is_within], outer[is_within]
@@ -160,7 +159,7 @@ def measure_own_batch_times(trace: Columns, served: Served, parts: Unions, batch
     starts, stops = parts.starts[interval_of], parts.ends[interval_of]
     row = its_batch[interval_of]
     ranks = index_rows(sort_by_start(trace.start_ns[row], trace.end_ns[row], trace.span_id[row]), len(row))[:-1]
-    has_turn, turn_starts, turn_ends = compute_turns(rivals, starts, stops, ranks)
+    has_turn, turn_starts, turn_ends = remove_overlaps(rivals, starts, stops, ranks)
     # An interval loses the time outside of its turns: from its begin or a turn's end to the next turn or its end.
     places = np.concatenate([np.arange(len(interval_of)), has_turn])
     lost_from, lost_to = np.concatenate([starts, turn_ends]), np.concatenate([turn_starts, stops])
@@ -196,7 +195,7 @@ class Turns(NamedTuple):
     length_ns: Int64s
 
 
-def turns_of(trace: Columns, joined: Joined) -> Turns:
+def find_turns(trace: Columns, joined: Joined) -> Turns:
     work, batches = _find_phase_spans(trace, joined), _find_batches(trace, joined)
     between = _find_gaps(trace, joined, work, batches)
     # The requests that began within another request and count as separate requests.
@@ -205,7 +204,8 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
     inner = _clip_to_requests(trace, joined, around[nested], joined.rows[nested], np.full(len(nested), NONE))
     names: dict[str, int] = {QUEUE: 0, STALL: 1, TRANSPORT: 2, SHARE: 3}
     part_of_site = np.array(
-        [NONE if name is None else names.setdefault(name, len(names)) for name in map(phase_of, trace.sites)] or [NONE],
+        [NONE if name is None else names.setdefault(name, len(names)) for name in map(find_phase, trace.sites)]
+        or [NONE],
         dtype=np.int64,
     )
     request, starts, ends, pair = (
@@ -223,8 +223,8 @@ def turns_of(trace: Columns, joined: Joined) -> Turns:
         np.concatenate([none, trace.span_id[spans]]),
     )
     ranks = index_rows(ranked, len(ranked))[:-1]
-    del work, batches, between, inner, in_batch  # frees as much memory as `compute_turns` needs
-    order, begins, finishes = compute_turns(request, starts, ends, ranks)
+    del work, batches, between, inner, in_batch  # frees as much memory as `remove_overlaps` needs
+    order, begins, finishes = remove_overlaps(request, starts, ends, ranks)
     row = np.concatenate([none, spans])[order]
     return Turns(tuple(names), request[order], part[order], row, pair[order], begins, finishes - begins)
 
@@ -239,7 +239,7 @@ def find_batches_and_gaps(trace: Columns, joined: Joined) -> tuple[Intervals, In
 
 
 def compute_ledger(trace: Columns, joined: Joined, all_turns: Turns | None = None) -> Ledger:
-    all_turns = turns_of(trace, joined) if all_turns is None else all_turns
+    all_turns = find_turns(trace, joined) if all_turns is None else all_turns
     rows = find_distinct(joined.served.batch)
     spans = union_by_group(np.arange(len(rows)), trace.start_ns[rows], trace.end_ns[rows])
     given_ns = divide_among_members(
@@ -276,12 +276,12 @@ class Moment(NamedTuple):
     pair: int
 
 
-def list_moments(trace: Columns, joined: Joined, place: int) -> list[Moment]:
+def list_turns(trace: Columns, joined: Joined, place: int) -> list[Moment]:
     """Return all turns of one request in order. Gaps get the part `UNKNOWN`, and all turns in batches the part
     `SHARE`."""
     served = joined.served
     own_served = replace(served, request=np.where(served.request == place, place, NONE))
-    own_turns = turns_of(trace, replace(joined, of=np.where(joined.of == place, place, NONE), served=own_served))
+    own_turns = find_turns(trace, replace(joined, of=np.where(joined.of == place, place, NONE), served=own_served))
     row = int(joined.rows[place])
     at_ns, end_ns = int(trace.start_ns[row]), int(trace.end_ns[row])
     moments: list[Moment] = []
@@ -331,7 +331,7 @@ def _clip_to_requests(trace: Columns, joined: Joined, request: Int64s, row: Int6
 
 
 def _find_phase_spans(trace: Columns, joined: Joined) -> Intervals:
-    is_phase = np.array([phase_of(site) is not None for site in trace.sites] or [False])[trace.site]
+    is_phase = np.array([find_phase(site) is not None for site in trace.sites] or [False])[trace.site]
     is_phase[joined.rows] = False
     rows = np.flatnonzero(is_phase & (joined.of != NONE))
     rows = rows[~np.isin(rows, joined.served.batch)]
@@ -387,7 +387,7 @@ def _find_queue_begins(
     """
     if not len(groups):
         return otherwise
-    newest = find_last_up_to(groups, hand_offs.start_ns, of, upto)
+    newest = find_last_number(groups, hand_offs.start_ns, of, upto)
     rows = hand_offs.row[newest]
     is_done = (hand_offs.end_ns[newest] <= upto) & (trace.error[rows] == NONE)
     is_done &= ~np.isin(rows, trace.attributes.rows_with_attribute(OUTCOME))
@@ -404,7 +404,7 @@ def _find_first_queues(
     order = np.lexsort((edges, owners))
     owners, edges = owners[order], edges[order]
     requests, upto = batches.request[firsts], batches.start_ns[firsts]
-    last = find_last_up_to(owners, edges, requests, upto)
+    last = find_last_number(owners, edges, requests, upto)
     begins = trace.start_ns[joined.rows[requests]]
     edge_ns = np.where(last == NONE, begins, np.maximum(np.append(edges, 0)[last], begins))
     from_ns = _find_queue_begins(trace, hand_offs, hand_offs.request, requests, begins, upto, edge_ns)
@@ -470,14 +470,14 @@ def _find_transports(
     arrivals = accepted.start_ns[first[before]]
     requests = batches.request[firsts[before]]
     ends = np.lexsort((own_work.end_ns, own_work.request))
-    last_work = find_last_up_to(own_work.request[ends], own_work.end_ns[ends], requests, arrivals)
+    last_work = find_last_number(own_work.request[ends], own_work.end_ns[ends], requests, arrivals)
     departing = np.flatnonzero(last_work != NONE)
     parts.append((requests[departing], own_work.end_ns[ends][last_work[departing]], arrivals[departing], 2))
     return parts
 
 
 def _find_first_at_or_after(groups: Int64s, times: Int64s, queries: Int64s, at: Int64s) -> Int64s:
-    places = np.searchsorted(groups, queries) + count_up_to(groups, times, queries, at - 1)
+    places = np.searchsorted(groups, queries) + count_numbers_up_to(groups, times, queries, at - 1)
     return np.where(places < np.searchsorted(groups, queries, side="right"), places, NONE)
 
 
@@ -505,9 +505,9 @@ class DeviceLedger:
 def compute_device_ledger(trace: Columns, joined: Joined) -> DeviceLedger:
     device, served = trace.device, joined.served
     timed = np.flatnonzero(device.is_measured)
-    is_batch = mask_of(trace.attributes.rows_with_attribute(BATCH_KEYS), len(trace))
+    is_batch = make_mask(trace.attributes.rows_with_attribute(BATCH_KEYS), len(trace))
     rows = device.row[timed]
-    batch = nearest_at_or_above(trace.parent, is_batch)[rows].astype(np.int64) if len(timed) else rows.astype(np.int64)
+    batch = find_nearest_row(trace.parent, is_batch)[rows].astype(np.int64) if len(timed) else rows.astype(np.int64)
     request = np.where(batch == NONE, joined.of[rows], NONE)
     of_batches, owners, devices = _unite_device_intervals(trace, timed[batch != NONE], batch[batch != NONE])
     batch_ns = (

@@ -24,7 +24,7 @@ from instrument.recording.spans import HOST, Sample
 from instrument.recording.tally import Tally
 from instrument.trace.columns import Attributes, Bools, Columns, DeviceIntervals, Int64s
 from instrument.trace.file import Saved
-from instrument.trace.indices import NONE, index_rows, rank_distinct, rows_of, topmost_rows
+from instrument.trace.indices import NONE, find_rows, index_rows, rank_distinct, topmost_rows
 from instrument.trace.layout import shift_torch_data
 from instrument.trace.merged_facts import (
     MergedFile,
@@ -56,7 +56,7 @@ class Merged:
     parts: Sequence[MergedFile] = field(repr=False)
     """The files with the merged rows of their spans. Files of one process are consecutive."""
 
-    def number_processes(self) -> Int64s:
+    def find_row_processes(self) -> Int64s:
         """Return the index of each merged row's process."""
         process = np.zeros(len(self.saved.trace.columns), dtype=np.int64)
         for part in self.parts:
@@ -119,7 +119,7 @@ SECONDS_NS = 10**9
 """The assumed difference in ns between two wall clocks of unknown error."""
 
 SLEW = 500e-6
-"""The largest drift of a clock while NTP adjusts it, as a rate (man 2 adjtimex)."""
+"""The largest drift of a clock while NTP adjusts it, in seconds per second."""
 
 
 def _bound_clock_error(files: Sequence[Saved]) -> int | None:
@@ -160,10 +160,10 @@ def _merge_groups(groups: Sequence[Sequence[Saved]], clock: str, apart_ns: int) 
 
 
 def _merge_columns(parts: Sequence[MergedFile], numbers: Numbers, absent: dict[tuple[int, int], int]) -> Columns:
-    site = _join_columns(numbers.place_of_sites(part.trace.sites)[part.trace.site] for part in parts)
+    site = _join_columns(numbers.find_site_indices(part.trace.sites)[part.trace.site] for part in parts)
     start_ns = _join_columns(part.trace.start_ns + part.moved_ns for part in parts)
     end_ns = _join_columns(part.trace.end_ns + part.moved_ns for part in parts)
-    thread_id = _join_columns(numbers.threads.distinct_column(part.trace.thread_id, part.process) for part in parts)
+    thread_id = _join_columns(numbers.threads.assign_numbers(part.trace.thread_id, part.process) for part in parts)
     span_id = _join_columns(part.trace.span_id for part in parts)
     chosen = _choose_rows(parts, span_id, site, thread_id, start_ns, end_ns)
     kept_rows = np.flatnonzero(chosen == np.arange(len(span_id)))
@@ -173,9 +173,9 @@ def _merge_columns(parts: Sequence[MergedFile], numbers: Numbers, absent: dict[t
         part.row = row_of[part.slice_of_all_rows]
         part.is_kept = chosen[part.slice_of_all_rows] == np.arange(part.first, part.first + len(part.trace))
     errors, error = _join_tables([(part.trace.errors, part.trace.error) for part in parts])
-    parent_id, root_id = _merge_ids_above(parts, absent)
+    parent_id, root_id = _merge_parent_ids(parts, absent)
     columns = {name: np.concatenate([getattr(part.trace, name) for part in parts])[order] for name in _AS_THEY_ARE}
-    attributes = [part.trace.attributes.relink(partial(_relink_to_merged, part)) for part in parts]
+    attributes = [part.trace.attributes.convert_links(partial(_relink_to_merged, part)) for part in parts]
     return Columns(
         sites=numbers.sites,
         errors=errors,
@@ -189,7 +189,7 @@ def _merge_columns(parts: Sequence[MergedFile], numbers: Numbers, absent: dict[t
         error=error[order].astype(np.int32),
         **columns,
         device=_merge_intervals(parts, numbers),
-        attributes=Attributes.concatenate(attributes).take(order),
+        attributes=Attributes.concatenate(attributes).take_rows(order),
         remote={
             int(part.row[row]): remote
             for part in parts
@@ -220,7 +220,7 @@ def _choose_rows(
     return chosen
 
 
-def _merge_ids_above(parts: Sequence[MergedFile], absent: dict[tuple[int, int], int]) -> tuple[Int64s, Int64s]:
+def _merge_parent_ids(parts: Sequence[MergedFile], absent: dict[tuple[int, int], int]) -> tuple[Int64s, Int64s]:
     """Return the merged ids of parents and of roots. Adds ids without a span to `absent`, by process and own id."""
     above = 1 + sum(len(part.trace) for part in parts)
     columns = []
@@ -249,7 +249,7 @@ def _merge_intervals(parts: Sequence[MergedFile], numbers: Numbers) -> DeviceInt
         replace(
             device := part.trace.device.select(mask),
             device=numbers.merged_devices(device.device, part),
-            stream=numbers.streams.distinct_column(device.stream, part.process),
+            stream=numbers.streams.assign_numbers(device.stream, part.process),
             start_ns=device.start_ns + part.moved_ns,
             end_ns=device.end_ns + part.moved_ns,
         )
@@ -276,16 +276,15 @@ def _join_tables(pairs: Sequence[tuple[Sequence[str], NDArray[Any]]]) -> tuple[t
 
 
 def _find_merged_ids(part: MergedFile, ids: NDArray[np.int64]) -> Int64s:
-    return np.append(part.row + 1, NONE)[rows_of(part.trace.span_id, ids)]
+    return np.append(part.row + 1, NONE)[find_rows(part.trace.span_id, ids)]
 
 
 SPANS_KEPT = 20_000
 SAMPLES_KEPT = 20_000
-"""The maximum number of gauge samples that `fold_recordings` keeps. The oldest are dropped first."""
+"""The maximum number of gauge samples kept of ended processes. The oldest are dropped first."""
 
 PATHS_KEPT = 16_384
-"""The maximum number of call paths with a row of their own in `fold_recordings`. The other paths of a site share one
-row."""
+"""The maximum number of call paths kept of ended processes. Further paths of a site share one row."""
 
 NOTES_KEPT = 100
 MORE_NOTES = f"processes that ended long before the run did had more than {NOTES_KEPT} notes; the rest is not shown"
@@ -325,7 +324,7 @@ def fold_recordings(files: Sequence[Saved]) -> Saved:
         processes=(),
         died="",  # each was reported when it happened; the run's report counts them
     )
-    return Saved(facts.with_columns(columns), _join_ended_threads(saved.tally_or_count()))
+    return Saved(facts.with_columns(columns), _join_ended_threads(saved.read_or_count_totals()))
 
 
 def _drop_unused_sites(trace: Columns, is_kept: Bools) -> Columns:
@@ -385,7 +384,7 @@ def split_by_process(saved: Saved) -> list[Saved]:
     recordings = []
     for number, process in enumerate(processes):
 
-        def find_own(thread: int, number: int = number, process: MergedProcess = process) -> int | None:
+        def find_own_thread(thread: int, number: int = number, process: MergedProcess = process) -> int | None:
             return process.threads.get(thread, thread) if of_thread.get(thread, 0) == number else None
 
         # One id may be in several windows: a span that was open at their edges. Totals are of all of them together.
@@ -401,16 +400,16 @@ def split_by_process(saved: Saved) -> list[Saved]:
                 names = {
                     own_thread: process.facts.threads.get(own_thread, name)
                     for thread, name in saved.tally.threads.items()
-                    if (own_thread := find_own(thread)) is not None
+                    if (own_thread := find_own_thread(thread)) is not None
                 }
-                tally = saved.tally.change_paths(thread_of=find_own, threads=names, moved_ns=-process.moved_ns)
+                tally = saved.tally.change_paths(thread_of=find_own_thread, threads=names, moved_ns=-process.moved_ns)
             recordings.append(Saved(part.with_columns(columns), tally))
     return recordings
 
 
 def _select_rows_of_process(trace: Columns, of_row: Int64s, is_wanted: Bools, process: MergedProcess) -> Columns:
 
-    def relink(link: Any) -> Any:
+    def restore_link(link: Any) -> Any:
         ids = parse_link(link)
         return link if ids is None else tuple(_restore_ids(trace, ids, process).tolist())
 
@@ -419,7 +418,7 @@ def _select_rows_of_process(trace: Columns, of_row: Int64s, is_wanted: Bools, pr
     # The process did not know parents and roots of other processes. Its own topmost span was the root.
     is_apart = (trace.parent != NONE) & (of_row != of_row[trace.parent])
     top = topmost_rows(np.where(is_apart, np.int32(NONE), trace.parent).astype(np.int32))
-    root = rows_of(trace.span_id, trace.root_id)
+    root = find_rows(trace.span_id, trace.root_id)
     is_own_root = (root == NONE) | (of_row[root] == of_row)
     root_id = np.where(is_own_root, trace.root_id, trace.span_id[top])
     device = replace(
@@ -438,12 +437,12 @@ def _select_rows_of_process(trace: Columns, of_row: Int64s, is_wanted: Bools, pr
         start_ns=columns.start_ns - moved_ns,
         end_ns=columns.end_ns - moved_ns,
         device=device,
-        attributes=columns.attributes.relink(relink),
+        attributes=columns.attributes.convert_links(restore_link),
     )
 
 
 def _restore_ids(trace: Columns, ids: Int64s, process: MergedProcess) -> Int64s:
-    rows = rows_of(trace.span_id, ids)
+    rows = find_rows(trace.span_id, ids)
     return np.where(rows == NONE, restore_numbers(ids, process.absent), np.append(trace.own_id, 0)[rows])
 
 

@@ -46,7 +46,7 @@ class DistinctNumbers:
         self._taken: set[int] = set()
         self._next = 0
 
-    def distinct_number(self, own_number: int, owner: Hashable) -> int:
+    def assign_number(self, own_number: int, owner: Hashable) -> int:
         number = self._given.get((owner, own_number))
         if number is None:
             number = self._next if own_number in self._taken else own_number
@@ -55,8 +55,8 @@ class DistinctNumbers:
             self._next = max(self._next, number + 1)
         return number
 
-    def distinct_column(self, numbers: NDArray[Any], owner: Hashable) -> Int64s:
-        return _map_distinct_numbers(numbers, lambda number: self.distinct_number(number, owner))
+    def assign_numbers(self, numbers: NDArray[Any], owner: Hashable) -> Int64s:
+        return _map_distinct_numbers(numbers, lambda number: self.assign_number(number, owner))
 
     def map_to_own_numbers(self, owner: Hashable) -> dict[int, int]:
         return {number: own_number for (of, own_number), number in self._given.items() if of == owner}
@@ -116,16 +116,16 @@ class Numbers:
             joined.append(replace(first, attributes=tuple(shared), **flags))
         self.sites: tuple[Site, ...] = tuple(joined)
 
-    def joined_site(self, site: Site) -> Site:
+    def find_merged_site(self, site: Site) -> Site:
         return self.sites[self._places[site.key]]
 
-    def place_of_sites(self, sites: Sequence[Site]) -> Int64s:
+    def find_site_indices(self, sites: Sequence[Site]) -> Int64s:
         return np.array([self._places[site.key] for site in sites], dtype=np.int64)
 
     def merged_threads(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
         """Return the merged numbers of threads. The number 0 means no thread and remains 0."""
         return _map_distinct_numbers(
-            numbers, lambda number: number and self.threads.distinct_number(number, part.process)
+            numbers, lambda number: number and self.threads.assign_number(number, part.process)
         )
 
     def merged_devices(self, numbers: NDArray[Any], part: MergedFile) -> Int64s:
@@ -136,7 +136,7 @@ class Numbers:
         if number == HOST:
             return number
         uuid = next((gpu.uuid for gpu in part.saved.trace.gpus if gpu.device == number), "")
-        joined = self._devices.distinct_number(number, uuid or part.process)
+        joined = self._devices.assign_number(number, uuid or part.process)
         self.own_devices.setdefault(part.process, {})[joined] = number
         return joined
 
@@ -148,7 +148,7 @@ NOTED_BY = 2
 """The maximum number of processes that a merged note names at its beginning."""
 
 OF_ALL = ("system_cpu",)
-"""The gauges of the whole host, which are merged into one gauge because all its processes record the same values."""
+"""The gauges of the whole host, of which a merge keeps only one."""
 
 
 def make_process_label(saved: Saved) -> str:
@@ -181,12 +181,12 @@ def merge_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns,
         counting = _choose_files(files)
         if not counting or any(part.saved.tally is None for part in counting):
             rows = np.sort(np.concatenate([part.row[part.is_kept] for part in files]))
-            counted.append(tally_spans(columns.take(rows), threads, limit_links=LIMIT_LINKS))
+            counted.append(tally_spans(columns.take_rows(rows), threads, limit_links=LIMIT_LINKS))
             continue
         counted += (
-            part.saved.tally_or_count().change_paths(
-                lambda path: tuple(map(numbers.joined_site, path)),
-                partial(numbers.threads.distinct_number, owner=part.process),
+            part.saved.read_or_count_totals().change_paths(
+                lambda path: tuple(map(numbers.find_merged_site, path)),
+                partial(numbers.threads.assign_number, owner=part.process),
                 {},
                 part.moved_ns,
             )
@@ -212,7 +212,7 @@ def merge_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
     services = dict.fromkeys(part.saved.trace.origin.service for part in parts)
     edges_ns = [part.saved.trace.held_from_ns + part.moved_ns for part in parts if part.saved.trace.held_from_ns]
     notes = _merge_notes(processes)
-    if len(watched) > 1 or (len(processes) > 1 and any(map(_own_samples_of, processes))):
+    if len(watched) > 1 or (len(processes) > 1 and any(map(_select_samples, processes))):
         notes.append("gauges of single processes, and what torch.profiler saw in several, are shown with --by process")
     start_ns = min(part.saved.trace.start_ns + part.moved_ns for part in parts)
     end_ns = max(part.saved.trace.end_ns + part.moved_ns for part in parts)
@@ -261,7 +261,7 @@ def merge_processes(
         merged.append(
             MergedProcess(
                 replace(
-                    newest, spans=[], samples=_own_samples_of(files) if len(processes) > 1 else (), gpus=(), kernels=(),
+                    newest, spans=[], samples=_select_samples(files) if len(processes) > 1 else (), gpus=(), kernels=(),
                     allocations=(), watched=None, flops=(), startup=None, start_ns=windows[0][0], processes=(),
                     threads={thread: name for part in files for thread, name in part.saved.trace.threads.items()},
                 ),
@@ -296,7 +296,7 @@ def _merge_threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, s
             labels = part.saved.trace.threads
             for thread in dict.fromkeys([*labels, *np.unique(part.trace.thread_id).tolist()]):
                 name = labels.get(thread) or f"thread {thread}"
-                names.setdefault(numbers.threads.distinct_number(thread, part.process), prefix + name)
+                names.setdefault(numbers.threads.assign_number(thread, part.process), prefix + name)
     return names
 
 
@@ -307,7 +307,7 @@ def _merge_notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
     at_work = {mark for part in parts for mark in part.saved.trace.own_notes.at_work}
     sites = {part.trace.sites[place] for part in parts for place in np.unique(part.trace.site).tolist()}
     for tally in (part.saved.tally for part in parts):
-        sites.update(row.path[-1] for row in (tally.rows() if tally is not None else ()) if row.totals.calls)
+        sites.update(row.path[-1] for row in (tally.iterate_totals() if tally is not None else ()) if row.totals.calls)
     called_sites = {f"{site.module}:{site.qualname}" for site in sites}
     if any(map(is_request, sites)):  # also of a process that ended without notes of its own
         at_work.add(board.called_mark("requests"))
@@ -354,7 +354,7 @@ def _is_process_gauge(sample: Sample) -> bool:
     return sample.device == HOST and sample.name not in OF_ALL
 
 
-def _own_samples_of(files: Sequence[MergedFile]) -> tuple[Sample, ...]:
+def _select_samples(files: Sequence[MergedFile]) -> tuple[Sample, ...]:
     return _sort_by_time(sample for part in files for sample in part.saved.trace.samples if _is_process_gauge(sample))
 
 
@@ -377,9 +377,11 @@ def _sort_by_time(samples: Iterable[Sample]) -> tuple[Sample, ...]:
 def _merge_startup(part: MergedFile, numbers: Numbers) -> Startup | None:
     startup = part.saved.trace.startup
 
-    def move_call(call: FirstCall) -> FirstCall:
-        return replace(call, site=numbers.joined_site(call.site))
+    def replace_site(call: FirstCall) -> FirstCall:
+        return replace(call, site=numbers.find_merged_site(call.site))
 
     return startup and replace(
-        startup, firsts=tuple(map(move_call, startup.firsts)), request=startup.request and move_call(startup.request)
+        startup,
+        firsts=tuple(map(replace_site, startup.firsts)),
+        request=startup.request and replace_site(startup.request),
     )

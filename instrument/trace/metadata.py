@@ -51,7 +51,7 @@ from instrument.trace.text import (
     check_index,
     check_ints,
     check_type,
-    convert_lists,
+    convert_to_tuples,
     encode,
     is_json_number,
     make_json_value,
@@ -95,9 +95,9 @@ class Sites:
     def __init__(self, sites: Iterable[Site]) -> None:
         self.entries: dict[str, int] = {}
         for site in sites:
-            self.index_of(site)
+            self.find_or_add_index(site)
 
-    def index_of(self, site: Site) -> int:
+    def find_or_add_index(self, site: Site) -> int:
         return self.entries.setdefault(encode(_encode_dataclass(site)), len(self.entries))
 
 
@@ -184,12 +184,12 @@ def _pack_startup(startup: Startup, base_ns: int, sites: Sites) -> dict[str, Any
 
 
 def _pack_first_call(call: FirstCall, base_ns: int, sites: Sites) -> list[int]:
-    return [sites.index_of(call.site), call.start_ns - base_ns, call.total_ns]
+    return [sites.find_or_add_index(call.site), call.start_ns - base_ns, call.total_ns]
 
 
 def _pack_tally(tally: Tally, base_ns: int, sites: Sites) -> str:
     """Return the JSON of totals. A node is [parent or -1, site]. Times count from `base_ns`."""
-    places = {site: sites.index_of(site) for site in tally.sites()}
+    places = {site: sites.find_or_add_index(site) for site in tally.sites()}
     parents, site_of, sites_of_tree = tally.parents.tolist(), tally.site_of.tolist(), tally.tree.sites
     numbers: dict[int, int] = {-1: -1}
     nodes: list[tuple[int, int]] = []
@@ -314,7 +314,7 @@ class Metadata:
             times += (calls for _, calls in pairs)
             lines.append(Totals(node=_path_index_of_node(node), thread_id=check_type(thread_id, int), **sums))
         histograms = make_buckets(*(np.array(column, np.int64) for column in (of_line, buckets, times)))
-        return Tally.of_paths(paths, np.array(lines, TOTALS), histograms, _read_names(saved["threads"]))
+        return Tally.from_paths(paths, np.array(lines, TOTALS), histograms, _read_names(saved["threads"]))
 
 
 def _path_index_of_node(node: Any) -> int:
@@ -350,11 +350,11 @@ def _read_process(facts: Mapping[str, Any]) -> Trace:
         cost=cost,
         held_from_ns=check_type(facts.get("held_from_ns", 0), int),
         died=check_type(facts.get("died", ""), str),
-        own_notes=own_notes_of(facts.get("own_notes", {})),
+        own_notes=read_own_notes(facts.get("own_notes", {})),
     )
 
 
-def own_notes_of(facts: Mapping[str, Any]) -> OwnNotes:
+def read_own_notes(facts: Mapping[str, Any]) -> OwnNotes:
     """Read the notes of one process on rules without effect. Damaged facts raise an error."""
     waiting = tuple((check_type(mark, str), check_type(note, str)) for mark, note in facts.get("waiting", ()))
     at_work, uncalled = (
@@ -387,7 +387,7 @@ def _read_pairs(rows: Any) -> list[tuple[int, int]]:
 
 
 def read_site(facts: dict[str, Any]) -> Site:
-    pairs = tuple((check_type(key, str), convert_lists(value)) for key, value in facts.get("attributes", ()))
+    pairs = tuple((check_type(key, str), convert_to_tuples(value)) for key, value in facts.get("attributes", ()))
     site: Site = read_dataclass(Site, facts, attributes=pairs)
     if site.kind not in KINDS:
         raise ValueError(f"a place in it is of the kind {site.kind!r:.40}, which does not exist; it is damaged")

@@ -18,10 +18,10 @@ from instrument.recording.mapped_facts import Header, OpenSpan, Records, RingRow
 from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.paths import CallTree
 from instrument.recording.spans import BATCH_KEYS, KEY, AttributeValue, Origin, OwnNotes, is_request
-from instrument.recording.trace_context import REMOTE, RemoteParent, parse_remote
+from instrument.recording.trace_context import REMOTE, RemoteParent, parse_parent
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int64s, device_intervals
 from instrument.trace.indices import NONE
-from instrument.trace.metadata import own_notes_of
+from instrument.trace.metadata import read_own_notes
 from instrument.trace.self_times import self_times_of
 from instrument.trace.text import GatheredAttributes, attributes_to_json
 from instrument.trace.trace import Trace
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from instrument.trace.file import Saved
 
 OPEN = "instrument.open"
-"""The attribute, with the value true, of a span that was still open when its recording was read."""
+"""The attribute that marks a span that was open when its recording was read."""
 
 NEVER_NS = 1 << 62
-"""The time of a process's first request in ns, if the process has served none."""
+"""The time in ns of the first request of a process that has served none."""
 
 NO_DETAIL = "errors and attributes of spans overwritten by newer ones"
 
@@ -57,7 +57,7 @@ def split_remote_parent(attributes: Mapping[str, Any]) -> tuple[Mapping[str, Att
     if REMOTE not in attributes:
         return attributes, None
     noted = attributes[REMOTE]
-    remote = parse_remote(tuple(noted) if isinstance(noted, list) else noted)
+    remote = parse_parent(tuple(noted) if isinstance(noted, list) else noted)
     return {name: value for name, value in attributes.items() if name != REMOTE}, remote
 
 
@@ -69,7 +69,7 @@ def read_spans_and_tally(mapped: Mapped, since_ns: int = 0, end_ns: int | None =
     """
     header = mapped.header
     snapshot = RowSnapshot.copy_from(mapped, since_ns, remote=read_origin(header).remote)
-    intervals, samples = mapped.intervals(), mapped.samples(since_ns)
+    intervals, samples = mapped.read_intervals(), mapped.read_samples(since_ns)
     if end_ns is None:
         newest = [int(ring.rows["end_ns"].max()) for ring in snapshot.rings if len(ring.rows)]
         newest += [int(intervals["end_ns"].max())] if len(intervals) else []
@@ -77,7 +77,7 @@ def read_spans_and_tally(mapped: Mapped, since_ns: int = 0, end_ns: int | None =
         end_ns = max([*newest, *(span.start_ns for span in snapshot.open_spans)], default=time.monotonic_ns())
     begin_ns, own_notes = min(header.begun_ns, end_ns), OwnNotes()
     with suppress(AttributeError, TypeError, ValueError):  # a damaged header has no notes
-        own_notes = own_notes_of(header.facts.get("own_notes") or {})
+        own_notes = read_own_notes(header.facts.get("own_notes") or {})
     try:
         columns, lacking = snapshot.make_columns(
             end_ns, lambda span_id: device_intervals(intervals, span_id), marks=True
@@ -88,7 +88,7 @@ def read_spans_and_tally(mapped: Mapped, since_ns: int = 0, end_ns: int | None =
             start_ns=max(begin_ns, since_ns),
             end_ns=max(begin_ns, since_ns, end_ns),
             spans=[],
-            threads=mapped.threads(),
+            threads=mapped.read_thread_names(),
             losses=losses,
             notes=header.notes,
             own_notes=own_notes,
@@ -204,7 +204,7 @@ class RowSnapshot:
         remote: RemoteParent | None = None,
     ) -> RowSnapshot:
         open_spans, read_ns = mapped.open_spans(), time.monotonic_ns()
-        rings = mapped.rows(mapped.find_first_rows_after(since_ns)) if since_ns else mapped.rows()
+        rings = mapped.read_rows(mapped.find_first_rows_after(since_ns)) if since_ns else mapped.read_rows()
         rings = [ring for ring in rings if ring.thread_id not in leave_out]
         has_details = any(bool(have_details(ring.rows).any()) for ring in rings) or open_spans
         details, _ = mapped.copy_details(details_from) if has_details else ([], 0)

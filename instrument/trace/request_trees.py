@@ -33,10 +33,10 @@ from instrument.recording.spans import (
 )
 from instrument.recording.trace_context import LINK, RemoteParent
 from instrument.trace.columns import Columns, Int64s
-from instrument.trace.indices import NONE, nearest_at_or_above, sort_by_start, topmost_rows
+from instrument.trace.indices import NONE, find_nearest_row, sort_by_start, topmost_rows
 from instrument.trace.joined import Joined, join_requests
 from instrument.trace.layout import order_by_start
-from instrument.trace.trace import MergedProcess, Trace, append_spans, spans_of
+from instrument.trace.trace import MergedProcess, Trace, append_spans, make_spans
 
 if TYPE_CHECKING:  # an exporter reads no files
     from instrument.trace.file import Saved
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # an exporter reads no files
 
 
 LOOK_BACK = 64
-"""The number of newest spans with a request's key in which the span that handed the request off is searched."""
+"""The number of newest spans with a request's key that are searched for its hand-off."""
 
 
 def join_request_trees(saved: Saved) -> Saved:
@@ -67,7 +67,7 @@ def build_request_trees(trace: Columns, joined: Joined, run: str = "") -> Column
     """Return the trace with one tree per request. Facts, which rules read from calls, move to the requests. Without a
     `run`, keys give no trace ids."""
     trace = move_facts(trace, joined)
-    moves, served_rows = _rows_to_move(trace, joined), np.flatnonzero(joined.of != NONE)
+    moves, served_rows = _find_moved_rows(trace, joined), np.flatnonzero(joined.of != NONE)
     is_elsewhere = trace.root_id[served_rows] != trace.root_id[joined.rows[joined.of[served_rows]]]
     is_moved = bool(len(moves) or len(joined.foreign) or is_elsewhere.any())
     moved = _move_rows(trace, joined, moves, served_rows) if is_moved else trace
@@ -110,7 +110,7 @@ def make_trace_id_of_key(run: str, key: str) -> int:
     return int.from_bytes(blake2b(text, digest_size=16).digest(), "big") or 1
 
 
-def _rows_to_move(trace: Columns, joined: Joined) -> Int64s:
+def _find_moved_rows(trace: Columns, joined: Joined) -> Int64s:
     of_parent = np.append(joined.of, NONE)[trace.parent]
     moves = (joined.of != NONE) & (of_parent != joined.of)
     moves[joined.rows] = False
@@ -132,7 +132,7 @@ def _find_new_parents(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
     keyed = trace.attributes.rows_with_attribute(KEY)
     is_top = np.zeros(len(trace), dtype=np.bool_)
     is_top[joined.rows] = is_top[moves] = True
-    top = nearest_at_or_above(trace.parent, is_top)
+    top = find_nearest_row(trace.parent, is_top)
     keyed = keyed[(joined.of[keyed] != NONE) & (top[keyed] != NONE) & ~np.isin(keyed, joined.rows)]
     if not len(keyed) or not len(moves):
         return hand_offs
@@ -231,7 +231,7 @@ def move_facts(trace: Columns, joined: Joined) -> Columns:
             attributes_by_row[row] = attributes
     for row, facts in facts_by_request.items():
         attributes_by_row[row] = {**attributes_by_row.get(row, trace.attributes[row]), **facts}
-    return replace(trace, attributes=trace.attributes.override(attributes_by_row))
+    return replace(trace, attributes=trace.attributes.override_rows(attributes_by_row))
 
 
 def _parse_facts(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, Any]]:
@@ -265,7 +265,7 @@ class ProcessRows(NamedTuple):
 
 
 def rows_by_process(merged: Merged, trace: Columns) -> Iterator[ProcessRows]:
-    base, process = merged.saved.trace.origin, merged.number_processes()
+    base, process = merged.saved.trace.origin, merged.find_row_processes()
     process = np.append(process, process[trace.parent[len(process) :]])
     is_interrupting = trace.are_of_sites(list(map(is_interruption, trace.sites)))
     order = order_by_start(trace)
@@ -308,7 +308,7 @@ def find_interruptions(trace: Columns, rows: Int64s, interruptions: Columns) -> 
     is_of_loop = interruptions.are_of_sites(list(map(is_blocked_loop, interruptions.sites)))[by_end]
     is_hit = starts[place] < trace.end_ns[row]
     is_hit &= ~is_of_loop[place] | (interruptions.thread_id[by_end][place] == trace.thread_id[row])
-    spans = spans_of(interruptions, by_end)
+    spans = make_spans(interruptions, by_end)
     hits: dict[int, list[Span]] = {}
     for hit_row, hit_place in zip(row[is_hit].tolist(), place[is_hit].tolist(), strict=True):
         hits.setdefault(hit_row, []).append(spans[hit_place])
@@ -326,7 +326,7 @@ class Interruptions:
     def __init__(self) -> None:
         self._newest: list[Span] = []
 
-    def attach(self, trace: Columns) -> tuple[Int64s, Mapping[int, Sequence[Span]]]:
+    def attach_to_spans(self, trace: Columns) -> tuple[Int64s, Mapping[int, Sequence[Span]]]:
         """Return the rows that are not interruptions, and the interruptions of each row, also those from earlier
         traces."""
         alone = trace.are_of_sites([is_interruption(site) for site in trace.sites])
@@ -334,5 +334,5 @@ class Interruptions:
             _, trees, sizes = np.unique(trace.root_id, return_inverse=True, return_counts=True)
             alone &= (sizes == 1)[trees.reshape(-1)]
         rows, known = np.flatnonzero(~alone), append_spans(trace.select(alone), self._newest)
-        self._newest = sorted(spans_of(known, np.arange(len(known))), key=attrgetter("end_ns"))[-NEWEST:]
+        self._newest = sorted(make_spans(known, np.arange(len(known))), key=attrgetter("end_ns"))[-NEWEST:]
         return rows, find_interruptions(trace, rows, known)

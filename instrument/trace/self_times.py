@@ -15,9 +15,9 @@ from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.indices import (
     NONE,
     find_distinct,
+    find_nearest_row,
     index_rows,
-    mask_of,
-    nearest_at_or_above,
+    make_mask,
     number_combinations,
     rows_by_level,
 )
@@ -28,7 +28,7 @@ from instrument.trace.layout import order_by_start
 def self_times_of(trace: Columns, rows: Int64s) -> Int64s:
     """Return the self time of the given rows. It is the total time without the time of the children on the same
     track."""
-    is_wanted = mask_of(rows, len(trace))
+    is_wanted = make_mask(rows, len(trace))
     children = np.flatnonzero(trace.is_on_track_of_parent & is_wanted[trace.parent])
     parents = trace.parent[children]
     starts = np.maximum(trace.start_ns[children], trace.start_ns[parents])
@@ -64,7 +64,7 @@ def were_suspended(trace: Columns) -> Bools:
 # The innermost span at a time, and turns
 
 
-def compute_turns(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
+def remove_overlaps(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
     """Return intervals without overlaps, ordered by group and time, as indices of the given intervals, begins and ends.
 
     Each instant belongs to the open interval of the group with the highest rank. The ranks must be distinct.
@@ -175,7 +175,7 @@ def _count_spans_around_on_other_tracks(
     threads = trace.thread_id[opened.row]
     up = np.where(threads[above] == threads, above, NONE).astype(np.int32)
     is_run = (up != NONE) & (line[up] == line) & (opened.first[up] <= opened.first) & (opened.end <= opened.end[up])
-    top = nearest_at_or_above(up, ~is_run)
+    top = find_nearest_row(up, ~is_run)
     counts, own_line = np.zeros(len(spans), dtype=np.int64), line[spans]
     walking = np.arange(len(spans))
     while len(walking):

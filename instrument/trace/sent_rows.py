@@ -26,18 +26,17 @@ from instrument.recording.trace_context import (
 )
 from instrument.trace.columns import Attributes, Bools, Columns, Int64s
 from instrument.trace.decisions import OPEN, OPEN_NS, Decisions, Gathered, RememberedTraces
-from instrument.trace.indices import NONE, are_at_or_above, index_rows, nearest_above, nearest_at_or_above
+from instrument.trace.indices import NONE, are_at_or_above, find_ancestor, find_nearest_row, index_rows
 from instrument.trace.request_trees import find_outer_spans, make_trace_id_of_key
 from instrument.trace.stages import Stages, StepKinds, find_stages, make_stage_spans
-from instrument.trace.trace import spans_of
+from instrument.trace.trace import make_spans
 from instrument.trace.unsettled import PASSED, SETTLED, WAITING, Decided, UnsettledRows
 
 Value = TypeVar("Value")
 
 DERIVED = 3 << 62
 STAGES_BITS = 5
-"""The number of low bits for the stage in the id of a stage's span. The higher bits come from the request's id. The id
-is negative, unlike those of recorded spans."""
+"""The number of low bits of a stage span's id that contain the number of the stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ class SentRows:
         crosses = parent != NONE
         crosses[crosses] = gathered.member[parent[crosses]] != gathered.member[crosses]
         crosses &= gathered.trace.parent != parent  # only what was moved
-        top = nearest_at_or_above(parent, crosses & (trace.root_id != trace.span_id))
+        top = find_nearest_row(parent, crosses & (trace.root_id != trace.span_id))
         is_apart = self._out & ~self._decisions.are_sampled() & (gathered.own_root & REQUEST_BIT == 0)
         for number in np.unique(gathered.member[is_apart]).tolist():
             apart_ids = gathered.own[is_apart & (gathered.member == number)].tolist()
@@ -163,10 +162,10 @@ class SentRows:
             for at, remote in remote_by_row.items():
                 self._members[number].traces[int(root_id[places[at]])] = remote.trace_id
             settled = self.outcome[number]
-            settled.trace = trace.take(
+            settled.trace = trace.take_rows(
                 picked, span_id=own_ids[places], own_id=own_ids[places], parent_id=parent_id[places],
                 root_id=root_id[places], thread_id=gathered.own_thread[picked],
-                attributes=Attributes.of_rows(len(picked), _by_place(attributes, picked, count)),
+                attributes=Attributes.from_dicts(len(picked), _by_place(attributes, picked, count)),
                 remote=remote_by_row,
             )  # fmt: skip
             settled.links = _by_place(links, picked, count)
@@ -204,9 +203,9 @@ class SentRows:
         keyed &= (self._joined.of == NONE) & ~np.append(self._decisions.is_root, False)[self._unit]
         if not keyed.any():
             return {}
-        keyed &= nearest_above(trace.parent, keyed) == NONE
+        keyed &= find_ancestor(trace.parent, keyed) == NONE
         rows = np.flatnonzero(self._out)
-        tops = nearest_at_or_above(trace.parent, keyed)[rows]
+        tops = find_nearest_row(trace.parent, keyed)[rows]
         parent_by_row: dict[int, tuple[int, RemoteParent]] = {}
         for row, top in zip(rows.tolist(), tops.tolist(), strict=True):
             key = None if top == NONE or top in self._gathered.trace.remote else trace.attributes[top].get(KEY)
@@ -260,7 +259,7 @@ class SentRows:
             batches = served.batch[served.request == entry.place]
             batches = batches[starts[batches] < np.minimum(ends[batches], ends[row])]
             queue_ns = 0 if entry.queue is None else entry.queue[1] - entry.queue[0]
-            (span,) = spans_of(self._found, np.array([row]))
+            (span,) = make_spans(self._found, np.array([row]))
             span.span_id, span.thread_id = int(self._gathered.own[row]), int(self._gathered.own_thread[row])
             trace = (self._decisions.sent_trace_id(unit), self._decisions.sent_span_id(row)) if unit in roots else None
             size = float(sizes[batches].mean()) if len(batches) else 0.0
@@ -279,8 +278,7 @@ DECISION_WAIT_NS = 2 * 10**9
 
 CONTEXT_NS = 3 * 10**9
 MOST_CONTEXT = 4_000
-"""The maximum number of old settled rows with keys per process. All such rows are kept for `CONTEXT_NS`, because later
-rows may need them to find their request."""
+"""The maximum number of settled rows older than `CONTEXT_NS` kept per process, for later rows that need them."""
 
 MOST_AT_ONCE = 12_500
 """The maximum number of rows that a round decides on, to bound its memory. The oldest come first."""

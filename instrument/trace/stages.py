@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.metrics import GENERATION, has_generation_names
+from instrument.recording.metrics import GENERATION, has_gen_ai_names
 from instrument.recording.spans import BATCH_WEIGHTS, FIRST_ITEM, ITEMS, AttributeValue, Site, Span
 from instrument.trace.columns import Bools, Columns, Int64s
-from instrument.trace.indices import NONE, Groups, find_group_starts, mask_of, number_combinations, rank_distinct
+from instrument.trace.indices import NONE, Groups, find_group_starts, make_mask, number_combinations, rank_distinct
 from instrument.trace.intervals import FARTHEST, select_successive
 from instrument.trace.joined import THOUSANDTHS, Joined
 from instrument.trace.ledger import QUEUE, STALL, Intervals, find_batches_and_gaps
@@ -36,10 +36,8 @@ STALLED_BY = "instrument.stalled_by"
 """The attribute of a stall with the name of the batches that took most of it."""
 
 STEPS = "instrument.decode.steps"
-"""The attribute of a decode span for its number of steps. A step makes one or more tokens."""
 
 LATER_STEPS = "instrument.later_batches.steps"
-"""The attribute for the number of steps in the stage `later batches`."""
 
 MOST_STALLS = 16
 """The maximum number of stalls reported per request. The longest are reported."""
@@ -61,8 +59,7 @@ LATENCIES = {
         LATER_BATCHES: "instrument.latency.time_in_later_batches",
     },
 }
-"""The metric of each stage's time in seconds, for generations (True) and for other requests (False). The names for
-generations are those of vLLM and SGLang."""
+"""The metric of each stage's time in seconds, for generations (True) and for other requests (False)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +100,7 @@ def find_stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) 
     unserved = np.setdiff1d(np.array(list(queues), dtype=np.int64), batches.request)
     unserved = unserved[~trace.clipped[joined.rows[unserved]]]
     # Requests are generations by a rule or an attribute.
-    are_generations = trace.are_of_sites([has_generation_names(dict(site.attributes)) for site in trace.sites])
+    are_generations = trace.are_of_sites([has_gen_ai_names(dict(site.attributes)) for site in trace.sites])
     rows = [np.flatnonzero(are_generations), *(trace.attributes.rows_with_attribute(name) for name in GENERATION)]
     generating = set(joined.of[np.concatenate(rows)].tolist())
     given_up = [Stages(place, queues[place], None, None, 0, (), place in generating) for place in unserved.tolist()]
@@ -353,7 +350,7 @@ APART = 8
 """The minimum weight of a batch with a prompt, as a multiple of the lightest batch's weight."""
 
 LEAST_CHUNKS = 2
-"""More batches than this, of equal weight except for a lighter last batch, are the chunks of a prompt."""
+"""The number of equally heavy batches above which they are the chunks of one prompt."""
 
 CLEARLY = 2
 """The ratio of two batches' weights above which one batch is clearly heavier than the other."""
@@ -401,7 +398,7 @@ def find_steps(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
         parts.start_ns[first[longest]] < parts.end_ns[last]
     )
     is_worker = is_at_once & (size == size[longest]) & (longest != np.arange(len(first)))
-    takes_part = mask_of(candidates, len(first)) & ~is_worker
+    takes_part = make_mask(candidates, len(first)) & ~is_worker
     group_of, lead = group[series.number], np.flatnonzero(takes_part[series.number])
     in_turns = (np.bincount(group[takes_part]) > 1)[group_of[lead]]
     if in_turns.any():

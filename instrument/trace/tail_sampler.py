@@ -16,8 +16,7 @@ from instrument.recording.tally import Tally
 from instrument.recording.trace_context import RemoteParent
 
 LEAST_CALLS = 100
-"""The number of requests after which the usual time of an endpoint is known. Until then, requests that are not notable
-remain undecided."""
+"""The number of requests after which the usual time of an endpoint is known."""
 
 USUAL_FOR_NS = 10**9
 """The time in ns between two computations of the endpoints' usual times."""

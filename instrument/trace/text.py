@@ -19,21 +19,19 @@ import numpy as np
 from instrument.errors import TraceError
 from instrument.recording.spans import AttributeValue
 from instrument.trace.columns import Attributes, Bools, Int32s, Int64s
-from instrument.trace.indices import NONE, append_numbers, find_distinct, mask_of, view_as_int64s
+from instrument.trace.indices import NONE, append_numbers, find_distinct, make_mask, view_as_int64s
 
 INT64 = 1 << 63
-"""The lowest number that does not fit into a signed 64-bit integer. Viewers cannot read such numbers."""
 
 # Bounds for hostile files: the characters of one value, and the microseconds of a time, so that ns since 1970 fit into
 # int64.
 LIMIT_VALUE, LIMIT_US = 128 << 20, 1 << 53
 
 LONGEST_PLAIN = 4_000
-"""The maximum size in bytes of a JSON text that is decoded without a check for numbers with more digits than Python
-accepts."""
+"""The size in bytes above which a JSON text is checked for numbers that Python refuses."""
 
 LIMIT_BYTES = 2 << 30
-"""The maximum number of bytes of text that `load` accepts by default. Browsers fail with far less."""
+"""The maximum number of bytes of text that `load` accepts by default."""
 
 LIMIT_SPANS = 10_000_000
 """The maximum number of slices, of samples or of allocations that are read from a file."""
@@ -42,7 +40,7 @@ ROWS_AT_ONCE = 20_000
 """The maximum number of rows whose attributes are decoded at once, to bound the memory."""
 
 encode: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
-"""Return a value, as returned by `make_json_value`, as strict JSON."""
+"""Encode a result of `make_json_value` as strict JSON."""
 
 encode_numbers: Callable[[Any], str] = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 """Return the JSON of a value, with NaN and Infinity as Python's `json` writes them."""
@@ -151,17 +149,17 @@ class TextSets:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def _text_of(self, number: int) -> bytes:
+    def _read_set_text(self, number: int) -> bytes:
         first = self._ends.item(number - 1) if number else 0
         return bytes(self._texts[first : self._ends.item(number)])
 
     def decode(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        return decode_json_texts(map(self._text_of, numbers))
+        return decode_json_texts(map(self._read_set_text, numbers))
 
     def values(self, name: str, numbers: Sequence[int]) -> list[AttributeValue | None]:
-        return list(map(_make_value_reader(name), map(self._text_of, numbers)))
+        return list(map(_make_value_reader(name), map(self._read_set_text, numbers)))
 
-    def having(self, name: str) -> Bools:
+    def mask_sets_by_name(self, name: str) -> Bools:
         """Return True for each set with an attribute of this name. Flat JSON is searched as text, without decoding."""
         written, texts, ends = json.dumps(name, ensure_ascii=False).encode(), self._texts, self._ends
         at = np.fromiter((match.start() for match in re.finditer(re.escape(written) + rb"\s*:", texts)), np.int64)
@@ -170,7 +168,7 @@ class TextSets:
         firsts = np.where(numbers > 0, ends[numbers - 1], 0)
         are_flat = np.searchsorted(braces, ends[numbers]) - np.searchsorted(braces, firsts) == 1
         are_flat &= ~np.isin(numbers, text_of_match[np.frombuffer(texts, dtype=np.uint8)[at - 1] == ord("\\")])
-        has = mask_of(numbers[are_flat], len(ends))
+        has = make_mask(numbers[are_flat], len(ends))
         has[numbers[~are_flat]] = [name in attributes for attributes in self.decode(numbers[~are_flat].tolist())]
         return has
 
@@ -194,16 +192,16 @@ def decode_json_texts(texts: Iterable[bytes]) -> list[dict[str, Any]]:
         raise TraceError(f"the attributes of its spans are damaged ({problem!s:.80}); record it again") from problem
     if not all(isinstance(attributes, dict) for attributes in objects):
         raise TraceError("its attributes are not valid; record it again")
-    return [{key: convert_lists(value) for key, value in attributes.items()} for attributes in objects]
+    return [{key: convert_to_tuples(value) for key, value in attributes.items()} for attributes in objects]
 
 
 @lru_cache(maxsize=64)
 def _make_value_reader(name: str) -> Callable[[bytes], Any]:
     """Return a function that reads the value of one attribute from JSON, without making objects of other values."""
 
-    def value_in(text: bytes) -> Any:
+    def read_value(text: bytes) -> Any:
         try:
-            return convert_lists(decode(text).value)
+            return convert_to_tuples(decode(text).value)
         except msgspec.MsgspecError:  # JSON has no infinity, and attributes may
             return decode_json_texts([text])[0].get(name)
 
@@ -212,13 +210,13 @@ def _make_value_reader(name: str) -> Callable[[bytes], Any]:
     except ValueError:  # a name with quotes
         return lambda text: decode_json_texts([text])[0].get(name)
     decode: Callable[[bytes], Any] = msgspec.json.Decoder(only_value).decode
-    return value_in
+    return read_value
 
 
-def convert_lists(value: Any) -> Any:
+def convert_to_tuples(value: Any) -> Any:
     if not isinstance(value, list):
         return value
-    return tuple([convert_lists(item) if isinstance(item, list) else item for item in value])
+    return tuple([convert_to_tuples(item) if isinstance(item, list) else item for item in value])
 
 
 # Columns that grow
@@ -267,7 +265,7 @@ class GatheredAttributes:
 
 
 def attributes_to_json(attributes: Mapping[str, object]) -> bytes:
-    """Return attributes as JSON. Names are not escaped, because `TextSets.having` searches the text for
+    """Return attributes as JSON. Names are not escaped, because `TextSets.mask_sets_by_name` searches the text for
     them."""
     try:
         text = msgspec.json.encode(attributes)

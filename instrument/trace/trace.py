@@ -153,7 +153,7 @@ def columns_of_spans(spans: Sequence[Span]) -> Columns:
         error=error_numbers,
         clipped=np.fromiter(map(attrgetter("clipped"), spans), np.bool_, len(spans)),
         device=_make_intervals(spans),
-        attributes=Attributes.of_rows(len(spans), {
+        attributes=Attributes.from_dicts(len(spans), {
             row: attributes for row, attributes in enumerate(map(attrgetter("attributes"), spans)) if attributes
         }),
         remote={
@@ -215,7 +215,7 @@ def _make_intervals(spans: Sequence[Span]) -> DeviceIntervals:
     return DeviceIntervals(rows, device, stream, start_ns, end_ns, label, uncertainty_ns, tuple(labels))
 
 
-def spans_of(trace: Columns, rows: Int64s | None = None) -> list[Span]:
+def make_spans(trace: Columns, rows: Int64s | None = None) -> list[Span]:
     names: list[str | None] = [*trace.errors, None]
     make: Callable[..., Span] = Span
     rows = np.arange(len(trace)) if rows is None else rows
@@ -265,7 +265,7 @@ class SpanViews(Views[Span]):
         self._made: list[Span] | None = None
 
     def _make_items(self, rows: slice) -> Iterable[Span]:
-        return spans_of(self.columns, np.arange(len(self))[rows])
+        return make_spans(self.columns, np.arange(len(self))[rows])
 
     @overload
     def __getitem__(self, place: int) -> Span: ...
@@ -280,7 +280,7 @@ class SpanViews(Views[Span]):
     def __iter__(self) -> Iterator[Span]:
         spans = self._made
         if spans is None:  # two threads may make a list, and one list is kept
-            spans = self._made = spans_of(self.columns)
+            spans = self._made = make_spans(self.columns)
         return iter(spans)
 
     def __len__(self) -> int:

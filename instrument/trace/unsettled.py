@@ -32,26 +32,24 @@ MOST_ROWS = 200_000
 """The maximum number of waiting rows per recording. Above it, rows of the requests that began first are dropped."""
 
 LEAST_PACKED, MOST_PACKED = 500, 3_000
-"""The minimum and the maximum number of rows of a thread that are packed together. A row has 73 bytes, and a packed row
-between 3 and 8. A round of settling unpacks about twice the maximum, and every unpacked row takes time."""
+"""The minimum and the maximum number of rows of a thread that are packed together."""
 
 MOST_ROOTS = 10_000
 """The maximum number of requests whose decision is remembered. The oldest are forgotten first."""
 
 EARLY_BYTES = 2
-"""The maximum size of details that were read before their rows, as a multiple of the recording's detail area."""
+"""The maximum size of details that wait for their rows, as a multiple of the detail area."""
 
 BEYOND = "spans beyond spans_per_request"
 TOO_LONG = "spans of requests that stayed open too long"
 
 WAITING, SETTLED, PASSED, ADOPTED = 0, 1, 2, 3
-"""The states of a row. WAITING: undecided. SETTLED: decided, and only its key is still needed. PASSED: dropped, unless
-a later request needs it. ADOPTED: read by an earlier reader, which may have settled it."""
+"""The states of a row: undecided, decided, dropped unless needed later, and read by an earlier reader."""
 
 _KEY, _BATCH_KEYS = KEY.encode(), BATCH_KEYS.encode()
 
 Details = Mapping[int, tuple[int, bytes]]
-"""The details of rows by span id: the active time in ns (-1 for the whole span), and the encoded rest."""
+"""A map from a span id to its active time in ns and its other encoded details."""
 
 
 class ProcessIds(Protocol):
@@ -174,7 +172,7 @@ class UnsettledRows:
         self.passed += int(np.count_nonzero(theirs & (self.state != PASSED)))
         self.state[theirs] = SETTLED
 
-    def has_row(self, span_id: int) -> bool:
+    def is_row_waiting(self, span_id: int) -> bool:
         self.unpack()
         return bool(((self.rows["span_id"] == span_id) & (self.state == WAITING)).any())
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from scipy import stats
 
-from instrument.report.comparison import SLOWER, Comparison, _make_side, compare
+from instrument.report.comparison import SLOWER, Comparison, _collect_calls, compare
 from instrument.report.view import Options, Recording
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -34,7 +34,7 @@ SHIFTS: tuple[dict[str, float], ...] = ({"a_second": 80.0}, {"prompt": 600.0}, {
 def pair(seed: int, requests: int, **after: Any) -> tuple[Recording, Recording]:
     first = Service(2 * seed, requests=requests)
     second = Service(2 * seed + 1, **{"requests": requests, **after})
-    return Recording.of_trace(first.run()), Recording.of_trace(second.run())
+    return Recording.from_trace(first.run()), Recording.from_trace(second.run())
 
 
 def slower_paths(found: Comparison) -> list[str]:
@@ -42,7 +42,7 @@ def slower_paths(found: Comparison) -> list[str]:
 
 
 def is_called_by_a_plain_test(before: Recording, after: Recording) -> bool:
-    first, second = _make_side([before], []).work, _make_side([after], []).work
+    first, second = _collect_calls([before], []).work, _collect_calls([after], []).work
     return any(
         stats.mannwhitneyu(second[path].values_ns, first[path].values_ns, alternative="greater").pvalue < 0.01
         for path in first

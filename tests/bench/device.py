@@ -93,14 +93,14 @@ def start_torch() -> Any:
     """torch's device, warm, with a kernel on its way."""
     import torch
 
-    from instrument.device.cuda import find_current_stream_of_torch
+    from instrument.device.cuda import make_torch_reader
 
     if not torch.cuda.is_available():
         return None
     torch.cuda.init()
     torch.zeros(1, device="cuda").add_(1)
     print(f"torch {torch.__version__} on {torch.cuda.get_device_name(0)}")
-    return find_current_stream_of_torch(torch)
+    return make_torch_reader(torch)
 
 
 def times(run: Callable[[], None]) -> list[int]:
@@ -226,7 +226,7 @@ def soak(current: Any, spans: int) -> None:
             taken = time.perf_counter() - begin
             print(f"{number + 1:>12,} spans, {taken:7.1f} s, resident {resident / 2**20:7.1f} MiB", flush=True)
     timer.resolver.stop()
-    totals = [row.totals for row in recorder.tally().rows()]
+    totals = [row.totals for row in recorder.tally().iterate_totals()]
     print(f"{dict(timer.resolver.counts)}; device time of {totals[0].calls:,} calls: {totals[0].device_ns:,} ns")
 
 

@@ -35,14 +35,14 @@ def planted(number: int) -> tuple[str, Explanation, float]:
     a_second = RATES[number // len(INCIDENTS) % len(RATES)]
     lives = Lives(seed, incident, size_ms=30 + number * 37 % 110, a_second=a_second, pads=incident == "padding")
     trace, key, delay_ns = lives.planted()
-    explanation = explain(Recording.of_trace(trace), RequestChoice(request=key), Options())[0]
+    explanation = explain(Recording.from_trace(trace), RequestChoice(request=key), Options())[0]
     accounted = sum(cause.accounted_ns for cause in explanation.causes if cause.name == incident)
     return incident, explanation, accounted / delay_ns
 
 
 def plain(number: int) -> Explanation:
     trace, _ = Lives(5_000 + number, a_second=RATES[number % len(RATES)]).run()
-    return explain(Recording.of_trace(trace), RequestChoice(), Options())[0]
+    return explain(Recording.from_trace(trace), RequestChoice(), Options())[0]
 
 
 def main() -> None:

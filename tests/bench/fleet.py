@@ -109,7 +109,7 @@ def reported(hosts: int, seconds: float) -> Mapping[str, Any]:
     blocked = [0, 0]
     copies = max(hosts // SIMULATED, 1)
     for host in range(min(hosts, SIMULATED)):
-        recording = Recording.of_saved(join_request_trees(Saved(trace_of(host, seconds), None)))
+        recording = Recording.from_file(join_request_trees(Saved(trace_of(host, seconds), None)))
         trace, joined = recording.columns, recording.joined
         ledger, device = recording.ledger, recording.device_ledger
         for place, row in enumerate(joined.rows.tolist()):

@@ -246,7 +246,7 @@ def measure() -> tuple[dict[str, float], dict[str, float]]:
     async def take_turns_inside() -> None:
         take_turns(inside)
 
-    undo = tasks_and_threads.watch_contexts(RECORDER)  # as a session does
+    undo = tasks_and_threads.report_context_copies(RECORDER)  # as a session does
     for _ in range(ROUNDS):
         take_turns(outside)
         asyncio.run(take_turns_inside())

@@ -177,7 +177,7 @@ def wrong_counts(work: Work) -> list[str]:
     """Names whose calls or errors in the tally are not what was called."""
     calls: Counter[str] = Counter()
     errors: Counter[str] = Counter()
-    for row in work.recorder.tally().rows():
+    for row in work.recorder.tally().iterate_totals():
         calls[row.path[-1].name] += row.totals.calls
         errors[row.path[-1].name] += row.totals.errors
     names = sorted({*calls, *work.expected})
@@ -234,7 +234,7 @@ def main() -> int:
     print(f"growth                    {grown / 2**20:>9.1f} MiB  bound {options.bound:g} MiB")
     for name, count in sorted(work.expected.items()):
         print(f"{name:<24}{count:>14,} calls{work.errors[name]:>14,} errors")
-    for name, count in {**work.recorder.losses(), **work.recorder.counts()}.items():
+    for name, count in {**work.recorder.losses(), **work.recorder.count_unusual_events()}.items():
         print(f"{name}: {count:,}")
     for line in wrong:
         print(f"WRONG {line}")

@@ -69,16 +69,16 @@ SHOWN, SHOWN_CHARACTERS = (PLAIN, "full on devices", "full on the host"), 60_000
 def through_recording(path: Path) -> Recording:
     """The trace as a recording has it that was saved of it; one that is not sound as it is, for none has that."""
     saved = chrome.read(path)
-    tally = None if saved.trace.origin.recorder == "other" else saved.tally_or_count()
+    tally = None if saved.trace.origin.recorder == "other" else saved.read_or_count_totals()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            return Recording.of_saved(file.load(file.dump(Path(folder, "recording.npz"), saved.trace, tally)))
+            return Recording.from_file(file.load(file.dump(Path(folder, "recording.npz"), saved.trace, tally)))
         except TraceError:
-            return Recording.of_saved(saved)
+            return Recording.from_file(saved)
 
 
 WAYS: dict[str, Callable[[Path], Recording]] = {
-    "chrome": lambda path: Recording.of_saved(chrome.read(path)),
+    "chrome": lambda path: Recording.from_file(chrome.read(path)),
     "recording": through_recording,
 }
 """The ways in which a trace comes into a report."""

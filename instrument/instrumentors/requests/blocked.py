@@ -32,13 +32,10 @@ ASYNCIO = "asyncio.events"
 UVLOOP = "uvloop"
 
 NEWEST = 256
-"""The number of newest rows of a thread that are searched for the blocking span."""
+"""The number of a thread's newest rows among which the blocking span is searched."""
 
 OPEN_LIMIT = 1_000
-"""The maximum number of open requests for a search of all open spans for the blocking span.
-
-With more requests, only the innermost open span is considered.
-"""
+"""The maximum number of open requests up to which all open spans are searched for the blocking span."""
 
 BLOCKERS_KNOWN = 100
 """The maximum number of sites in `BLOCKERS`. Blocks by further sites are recorded but not counted."""
@@ -66,13 +63,13 @@ def attach_asyncio(module: ModuleType, limit_ns: int, recorder: Recorder = RECOR
         if places.is_on:
             places.begun[get_ident()] = 0
 
-    def undo() -> None:
+    def stop_timing_asyncio() -> None:
         nonlocal limit_ns
         limit_ns = NEVER_NS  # other code may keep a reference and call it
         places.is_on = False
         restore_run()
 
-    return [undo]
+    return [stop_timing_asyncio]
 
 
 def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
@@ -109,7 +106,7 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
     def restore_call_later(self: Any, delay: Any, callback: Any, *args: Any, context: Any = None) -> Any:
         return call_later(self, delay, _NamedCallback(run_timed, self, callback), *args, context=context)
 
-    def undo() -> None:
+    def stop_timing_uvloop() -> None:
         nonlocal limit_ns
         limit_ns = NEVER_NS  # scheduled callbacks still run
         places.is_on = False
@@ -118,7 +115,7 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
         wrap_scheduling_method("call_soon"),
         wrap_scheduling_method("call_soon_threadsafe"),
         restore_call_later,
-        undo,
+        stop_timing_uvloop,
     ]
 
 
@@ -133,7 +130,7 @@ class _NamedCallback(functools.partial[None]):
 
 
 _NAMED = frozenset((FunctionType, MethodType, functools.partial))
-"""The types of callbacks whose wrapper needs their name. The loop logs this name with exceptions."""
+"""The types of callbacks whose name the event loop logs with exceptions."""
 
 BLOCKERS: dict[Site, tuple[int, int]] = {}
 """The number of times that each site has blocked an event loop, and its longest block in ns."""
@@ -170,14 +167,14 @@ def _find_blocking_site(
     least_ns = (ended_ns - begun_ns) // 2
     most = [row for row in rows if min(row[END_NS], ended_ns) - max(row[START_NS], begun_ns) > least_ns]
     for row in sorted(most, key=lambda row: -row[START_NS]):
-        site = recorder.site_of(row)
+        site = recorder.find_site(row)
         if site is not BLOCKED_LOOP:
             return site
     try:
         if recorder.open_requests(get_native_id()) > OPEN_LIMIT:
             innermost: Site | None = run_in_context(recorder.site_of_open, None)
             return innermost
-        span_id = run_in_context(recorder.current_id)
+        span_id = run_in_context(recorder.current_span_id)
     except RuntimeError:  # the context is entered: a loop runs within a callback
         return None
     if not span_id:
@@ -185,7 +182,7 @@ def _find_blocking_site(
     open_ = {row[SPAN_ID]: row for _, row in recorder.open_rows()}
     while (open_row := open_.get(span_id)) is not None:
         if open_row[5] <= ended_ns - least_ns:
-            return recorder.site_of(open_row)
+            return recorder.find_site(open_row)
         span_id = open_row[2]
     return None
 
@@ -210,7 +207,6 @@ def _describe_function(callback: Any) -> tuple[str, dict[Any, Any]]:
 
 
 COLLECTOR = "gc"
-"""The module with the list of functions that Python calls around a garbage collection."""
 
 
 def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
@@ -232,12 +228,12 @@ def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = REC
                 # Without a parent: it takes no self time from the span that it interrupts.
                 Context().run(recorder.record, COLLECTION, begun_ns, facts, None, True)
 
-    def undo() -> None:
+    def stop_noting() -> None:
         with suppress(ValueError):  # others may have cleared the list
             callbacks.remove(note_collection)
 
     callbacks.append(note_collection)
-    return [undo]
+    return [stop_noting]
 
 
 # The places of slow callbacks.

@@ -21,11 +21,11 @@ from instrument.instrumentors.requests.propagation import (
     Extract,
     choose_extractor,
     pair_with_tracestate,
-    read_w3c,
+    read_w3c_caller,
 )
 from instrument.profile.model import RequestsRule
 from instrument.recorder.recorder import RECORDER, REQUEST, Recorder
-from instrument.recorder.wrapping import FIRST_OF_SERVER, STATUS, outcome_of
+from instrument.recorder.wrapping import FIRST_OF_SERVER, STATUS, find_outcome
 from instrument.recording.spans import (
     ERROR_TYPE,
     FIRST_ITEM,
@@ -39,7 +39,7 @@ from instrument.recording.spans import (
     AttributeValue,
     Site,
 )
-from instrument.recording.trace_context import LINK_REMOTE, LINK_STATE, parse_remote
+from instrument.recording.trace_context import LINK_REMOTE, LINK_STATE, parse_parent
 from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
 
@@ -78,7 +78,7 @@ BEGIN = "begin of a request"
 """The name under which faults at the start of a request are counted."""
 
 GAPS_KEPT = 10_000
-"""The maximum number of gaps between a stream's items from which the median is computed. Later gaps do not count."""
+"""The maximum number of gaps between streamed items from which the median is computed."""
 
 ADDRESSES_KNOWN = 8
 """The maximum number of addresses with sites of their own. This limits memory, as callers can invent addresses."""
@@ -133,7 +133,7 @@ class Exchanges:
         if self.timed_by is not None:
             import_module(server_timing.__name__)  # numpy takes long, and no request may wait for it
         asks = self.timed_by is not None and not self.times_all
-        self.is_plain = not rule.attributes and self._follows and self._extract is read_w3c and not asks
+        self.is_plain = not rule.attributes and self._follows and self._extract is read_w3c_caller and not asks
         """True if the rule reads nothing of a request but its address and its caller's trace."""
         self._arrivals: dict[Any, Arrivals] = {}
         self.next: Exchanges | None = None
@@ -200,7 +200,7 @@ class Exchanges:
         caller = None if self._extract is None else self._extract(headers)
         if caller is None or self._follows:
             return caller
-        if (span := parse_remote(caller)) is not None:  # the rule links to the caller
+        if (span := parse_parent(caller)) is not None:  # the rule links to the caller
             facts[LINK_REMOTE] = f"{span.trace_id:032x}-{span.span_id:016x}"
             if span.state:
                 facts[LINK_STATE] = span.state
@@ -217,7 +217,7 @@ class Stream:
         self.first_ns = self.last_ns = self.items = 0
         self.gaps: list[int] = []
 
-    def add_items(self, count: int) -> None:
+    def note_sent_items(self, count: int) -> None:
         now_ns = self._now_ns()
         if not self.items:
             self.first_ns = now_ns
@@ -314,7 +314,7 @@ class Exchange:
     def is_open(self) -> bool:
         return self.frame is not None
 
-    def add_prefix(self, prefix: str) -> None:
+    def add_route_prefix(self, prefix: str) -> None:
         self.prefix += prefix.rstrip("/")
 
     def set_route(self, route: str) -> None:
@@ -343,10 +343,10 @@ class Exchange:
         if self.status and self.frame is not None:
             self.facts[STATUS] = self.status
 
-    def add_items(self, count: int = 1) -> None:
+    def note_sent_items(self, count: int = 1) -> None:
         if self.stream is None:
             self.stream = Stream(self.method.recorder.now_ns)
-        self.stream.add_items(count)
+        self.stream.note_sent_items(count)
 
     def begin_answer(self, status: Any, content_type: str | None) -> None:
         self.set_status(status)
@@ -361,7 +361,7 @@ class Exchange:
                 self.timing.note_body_part(bytes(body))
             if len(body) and (self.stream is not None or not is_last):
                 is_events = getattr(self, "is_events", False)
-                self.add_items((bytes(body).count(b"\n\n") or 1) if is_events else 1)
+                self.note_sent_items((bytes(body).count(b"\n\n") or 1) if is_events else 1)
         except Exception:
             self.count_unread()
 
@@ -393,7 +393,7 @@ class Exchange:
     def end_with_exception(self, error: BaseException) -> None:
         if outcome_of_exception(error) == CLIENT_GONE:
             self._drop_unsent_status()
-        elif outcome_of(error) is None:
+        elif find_outcome(error) is None:
             self.set_status(self.status or 500)
         self.end(error)
 
@@ -430,7 +430,7 @@ class Exchange:
 
     def _record_late_failure(self, error: BaseException) -> None:
         recorder = self.method.recorder
-        if outcome_of(error) is not None or outcome_of_exception(error) == CLIENT_GONE or not recorder.on:
+        if find_outcome(error) is not None or outcome_of_exception(error) == CLIENT_GONE or not recorder.on:
             return
         facts: dict[Any, Any] = {STATUS_CODE: "ERROR", ERROR_TYPE: error_name(error)}
         facts.update(self.method.site_of_route(self.route).attributes)
@@ -455,7 +455,7 @@ def exchange_of(holder: Any) -> Exchange | None:
     return exchange if exchange is not None and exchange.frame is not None else None
 
 
-def note_part(connection: Any, part: Any, *_: Any, **__: Any) -> None:
+def count_part(connection: Any, part: Any, *_: Any, **__: Any) -> None:
     """Count a part of an answer that a task or thread of the service sends over a connection."""
     if hasattr(part, "__len__") and (exchange := exchange_of(connection)) is not None:
         exchange.add_part(part)
@@ -499,11 +499,11 @@ class Arrivals:
                 return None
             if self._is_plain:
                 arrival, caller, length = self._read_plain(request)
-                method = self._methods.get(arrival) or self._find_method(arrival)
+                method = self._methods.get(arrival) or self._find_or_make_method(arrival)
                 facts: dict[Any, Any] = method.facts.copy() if method.facts else {}
             else:
                 arrival, headers, attributes = self._read_all(request, exchanges.named)
-                method = self._methods.get(arrival) or self._find_method(arrival)
+                method = self._methods.get(arrival) or self._find_or_make_method(arrival)
                 facts = {**method.facts, **attributes}
                 caller, length = exchanges.read_caller(headers, facts), headers.get(b"content-length")
             exchange = Exchange()  # with an `__init__` it would take 0.06 us more
@@ -522,7 +522,7 @@ class Arrivals:
             FAULTS.note(BEGIN, fault)
             return None
 
-    def _find_method(self, arrival: Arrival) -> Method:
+    def _find_or_make_method(self, arrival: Arrival) -> Method:
         name, scheme, host, port = arrival
         facts: dict[str, AttributeValue] = {}
         if scheme is not None:
@@ -591,12 +591,10 @@ CALLED = frozenset({"grpc", "ray_serve", "triton"})
 """The protocols that call a method by name. Their requests have no route."""
 
 Address = tuple[tuple[str, AttributeValue], ...]
-"""The span attributes for an address. They are empty for the protocols in `CALLED`, and for addresses beyond
-`ADDRESSES_KNOWN`."""
+"""The span attributes of a server address. They are empty for an address without sites of its own."""
 
 Key = tuple[object, str, str, str]
-"""An endpoint's address, protocol, method and route, or a job's system, task and queue. The protocol is `http`,
-`websocket`, `wsgi` or in `CALLED`."""
+"""An endpoint's address, protocol, method and route, or a job's system, task and queue."""
 
 
 class Method:

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, call_before, replaces_attribute
+from instrument.instrumentors.functions import Undo, note_calls, replaces_attribute
 from instrument.instrumentors.requests.exchange import (
     CURRENT,
     PORT,
@@ -36,8 +36,7 @@ SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INT
 """The statuses that are errors of the server. A span with any other status has no error."""
 
 DEADLINE_SLACK_S = 0.05
-"""A call that is cancelled within this many seconds of its deadline counts as timed out. The clocks of client and
-server may differ."""
+"""Seconds before its deadline from which on a cancelled call counts as timed out."""
 
 NOT_BEGUN = "gRPC calls that ended before their handler was called"
 UNSEEN = "gRPC calls of handlers that do not block, not recorded"
@@ -47,7 +46,7 @@ _attached: list[Arrivals] = []
 
 
 _ArrivedCall = tuple[Any, Any, "str | None"]
-"""The details and context of a call, and a name in place of the method's if the server lacks the method."""
+"""A call's details and context, and the endpoint's name if the server has no such method."""
 
 
 class _Service:
@@ -57,12 +56,12 @@ class _Service:
         self.grpc = grpc
         self._names = {status.value[0]: status.name for status in grpc.StatusCode}
 
-    def arrivals_for(self, details: Any) -> Arrivals | None:
+    def find_arrivals(self, details: Any) -> Arrivals | None:
         arrivals = _attached[-1] if _attached else None
         is_recorded = arrivals is not None and arrivals.exchanges.is_path_recorded(_decode_text(details.method))
         return arrivals if is_recorded else None
 
-    def record_handler(self, handler: Any, details: Any, arrivals: Arrivals | None, *, is_async: bool) -> Any:
+    def wrap_handler(self, handler: Any, details: Any, arrivals: Arrivals | None, *, is_async: bool) -> Any:
         if arrivals is None:
             return handler
         if handler is None:
@@ -90,7 +89,7 @@ class _Service:
             exchange.facts[RPC_STATUS] = error if isinstance(error, str) else "UNKNOWN"
             exchange.end(error)
 
-    def status_of(self, context: Any) -> str:
+    def read_status(self, context: Any) -> str:
         code = getattr(context, "code", lambda: None)()
         return "OK" if code is None else str(getattr(code, "name", None) or self._names.get(code, "UNKNOWN"))
 
@@ -122,7 +121,7 @@ class _Call:
                 raise
             finally:
                 CURRENT.reset(token)
-            self._end_after_return(context)
+            self._end_span_on_return(context)
             return answer
 
         async def call_coroutine(request: Any, context: Any) -> Any:
@@ -134,7 +133,7 @@ class _Call:
             except BaseException as error:
                 self.end(context, error)
                 raise
-            self._end_after_return(context)
+            self._end_span_on_return(context)
             return answer
 
         async def call_async_generator(request: Any, context: Any) -> AsyncIterator[Any]:
@@ -178,7 +177,7 @@ class _Call:
         return deserialize_noted
 
     def wrap_serializer(self, serialize: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-        def serialize_noted(message: Any) -> Any:
+        def serialize_and_end(message: Any) -> Any:
             exchange = self.exchange
             try:
                 data = message if serialize is None else serialize(message)
@@ -188,12 +187,12 @@ class _Call:
                 self._broken = error
                 raise
             if exchange is not None and self._is_streamed:
-                exchange.add_items()
+                exchange.note_sent_items()
             elif exchange is not None:
                 self._close_span(exchange, "OK")
             return data
 
-        return serialize_noted
+        return serialize_and_end
 
     def _begin_span(self, context: Any) -> Exchange | None:
         self._is_begun = True
@@ -210,11 +209,11 @@ class _Call:
         except Exception as fault:
             FAULTS.note("server timing", fault)
 
-    def _end_after_return(self, context: Any) -> None:
+    def _end_span_on_return(self, context: Any) -> None:
         """End the span after the handler's return. A successful unary call ends later, after serialization."""
         self._add_timings(context)
         try:
-            is_last = self._is_streamed or type(context) is _NotedContext or self._service.status_of(context) != "OK"
+            is_last = self._is_streamed or type(context) is _NotedContext or self._service.read_status(context) != "OK"
             is_last = is_last or _has_caller_disconnected(context)
         except Exception as fault:
             FAULTS.note("end of a gRPC call", fault)
@@ -228,7 +227,7 @@ class _Call:
             return
         self._add_timings(context)
         try:
-            status = self._service.status_of(context)
+            status = self._service.read_status(context)
             is_broken_off = error is not None and type(error).__name__ in ("CancelledError", "GeneratorExit")
             if self._broken is not None and not self._is_async:
                 status, error = "INTERNAL", self._broken
@@ -349,22 +348,22 @@ def _make_interceptor(grpc: Any, is_async: bool) -> Any:
     service = _Service(grpc)
 
     def intercept(_: Any, continuation: Callable[[Any], Any], details: Any) -> Any:
-        arrivals = service.arrivals_for(details)
+        arrivals = service.find_arrivals(details)
         try:
             handler = continuation(details)
         except Exception as error:  # of an interceptor after ours
             service.record_refusal(details, arrivals, error)
             raise
-        return service.record_handler(handler, details, arrivals, is_async=False)
+        return service.wrap_handler(handler, details, arrivals, is_async=False)
 
     async def intercept_async(_: Any, continuation: Callable[[Any], Any], details: Any) -> Any:
-        arrivals = service.arrivals_for(details)
+        arrivals = service.find_arrivals(details)
         try:
             handler = await continuation(details)
         except Exception as error:
             service.record_refusal(details, arrivals, error)
             raise
-        return service.record_handler(handler, details, arrivals, is_async=True)
+        return service.wrap_handler(handler, details, arrivals, is_async=True)
 
     base = grpc.aio.ServerInterceptor if is_async else grpc.ServerInterceptor
     return type("Interceptor", (base,), {"intercept_service": intercept_async if is_async else intercept})()
@@ -411,7 +410,7 @@ def _attach_grpclib(module: Any, exchanges: Exchanges) -> list[Undo]:
         await send(self, message)
         exchange = current_exchange()
         if exchange is not None and self._cardinality.server_streaming:
-            exchange.add_items()
+            exchange.note_sent_items()
 
     @replaces_attribute(stream, "send_trailing_metadata")
     async def restore_send_trailers(
@@ -437,8 +436,8 @@ def _attach_grpclib(module: Any, exchanges: Exchanges) -> list[Undo]:
             exchange.facts[RPC_STATUS] = grpc_status.name
 
     undo_leave, undo_abort = (
-        call_before(stream, "__aexit__", note_stream_exit),
-        call_before(module, "_abort", note_abort),
+        note_calls(stream, "__aexit__", note_stream_exit),
+        note_calls(module, "_abort", note_abort),
     )
     return [restore_request_handler, restore_send_message, restore_send_trailers, undo_leave, undo_abort]
 
@@ -474,4 +473,4 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
     },
     "grpclib": {"grpclib.server": _attach_grpclib},
 }
-"""The functions that make a server's module record requests, by kind of server and module."""
+"""The functions that instrument the modules of servers, by kind of server and module name."""

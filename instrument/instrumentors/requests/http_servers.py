@@ -13,7 +13,7 @@ from inspect import isawaitable
 from operator import attrgetter
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, call_before, replace_attribute, replaces_attribute
+from instrument.instrumentors.functions import Undo, note_calls, replace_attribute, replaces_attribute
 from instrument.instrumentors.requests.exchange import (
     CLOSE_CODE,
     EXCHANGE,
@@ -21,10 +21,10 @@ from instrument.instrumentors.requests.exchange import (
     Attach,
     Exchange,
     Exchanges,
+    count_part,
     current_exchange,
     exchange_of,
     make_request_readers,
-    note_part,
 )
 
 
@@ -37,22 +37,22 @@ def _is_websocket(headers: Any) -> bool:
 
 
 def _note_failures(function: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]:
-    def call_noted(*args: Any, **kwargs: Any) -> Any:
+    def call_and_note_failure(*args: Any, **kwargs: Any) -> Any:
         try:
             result = function(*args, **kwargs)
         except Exception as error:
             exchange.failure = error
             raise
-        return await_noted(result) if isawaitable(result) else result
+        return await_and_note_failure(result) if isawaitable(result) else result
 
-    async def await_noted(result: Any) -> Any:
+    async def await_and_note_failure(result: Any) -> Any:
         try:
             return await result
         except Exception as error:
             exchange.failure = error
             raise
 
-    return call_noted
+    return call_and_note_failure
 
 
 # http.server
@@ -113,7 +113,7 @@ def _attach_http_server(module: Any, exchanges: Exchanges) -> list[Undo]:
     return [
         restore_handle_request,
         restore_parse_request,
-        call_before(handler, "send_response_only", note_status),
+        note_calls(handler, "send_response_only", note_status),
         restore_flush_headers,
     ]
 
@@ -121,11 +121,11 @@ def _attach_http_server(module: Any, exchanges: Exchanges) -> list[Undo]:
 def _count_written_parts(file: Any, exchange: Exchange) -> None:
     write = file.write
 
-    def write_counted(data: Any) -> Any:
+    def write_and_count(data: Any) -> Any:
         exchange.add_part(data)
         return write(data)
 
-    getattr(file, "__dict__", {})["write"] = write_counted
+    getattr(file, "__dict__", {})["write"] = write_and_count
 
 
 def _stop_counting_parts(file: Any) -> None:
@@ -215,7 +215,7 @@ def _attach_aiohttp(module: Any, exchanges: Exchanges) -> list[Undo]:
             exchange.failure = exc or sys.exc_info()[1]  # a time-out is not passed as an argument
 
     undo_writer = replace_attribute(module, "StreamWriter", StreamWriter)
-    return [restore_handle_request, call_before(owner, "handle_error", note_error), undo_writer]
+    return [restore_handle_request, note_calls(owner, "handle_error", note_error), undo_writer]
 
 
 def _attach_aiohttp_websocket(module: Any, _: Exchanges) -> list[Undo]:
@@ -227,7 +227,7 @@ def _attach_aiohttp_websocket(module: Any, _: Exchanges) -> list[Undo]:
             exchange.add_part(data)
 
     names = ("send_str", "send_bytes", "send_frame")
-    return [call_before(owner, name, note_message) for name in names if hasattr(owner, name)]
+    return [note_calls(owner, name, note_message) for name in names if hasattr(owner, name)]
 
 
 def _read_aiohttp_arrival(request: Any) -> tuple[str, str, Any]:
@@ -272,7 +272,7 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
             exchange.set_route(getattr(request, TORNADO_ROUTE))
         setattr(request.connection, EXCHANGE, exchange)
 
-        def end(error: BaseException | None) -> None:
+        def end_request(error: BaseException | None) -> None:
             close_code = getattr(self, "close_code", None)
             is_gone = _has_client_closed(request.connection) if is_http else close_code is None
             if close_code is not None:
@@ -282,7 +282,7 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
             if error is not None or is_gone or self._finished or self._auto_finish:
                 exchange.end_after_server(error, is_gone=is_gone, in_parts=is_http)
 
-        await exchange.serve(execute(self, transforms, *args, **kwargs), end)
+        await exchange.serve(execute(self, transforms, *args, **kwargs), end_request)
 
     def note_exception(handler: Any, error: BaseException) -> None:
         exchange = getattr(handler.request.connection, EXCHANGE, None)  # perhaps after the answer
@@ -309,8 +309,8 @@ def _attach_tornado(module: Any, exchanges: Exchanges) -> list[Undo]:
         if exchange is not None and 200 <= exchange.status < 500 and getattr(exchange, "failure", None) is None:
             exchange.end_after_server(is_gone=_has_client_closed(self))
 
-    undo_exception = call_before(handler, "_handle_request_exception", note_exception)
-    undo_part = call_before(connection, "write", note_part)
+    undo_exception = note_calls(handler, "_handle_request_exception", note_exception)
+    undo_part = note_calls(connection, "write", count_part)
     return [restore_match, restore_execute, undo_exception, restore_write_headers, undo_part, restore_finish]
 
 
@@ -360,14 +360,14 @@ def _attach_sanic_protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
         setup(self)
         handle = self.request_handler
 
-        async def handle_recorded(request: Any) -> None:
+        async def handle_and_record(request: Any) -> None:
             is_http = not _is_websocket(request.headers)
             exchange = (http if is_http else websocket).begin_exchange(request)
             if exchange is None:
                 await handle(request)
                 return
 
-            def end(error: BaseException | None) -> None:
+            def end_request(error: BaseException | None) -> None:
                 websocket_of = getattr(self, "websocket", None)
                 close_code = None if websocket_of is None else websocket_of.ws_proto.close_rcvd
                 is_gone = is_transport_closed(request.transport)
@@ -377,14 +377,14 @@ def _attach_sanic_protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
                     exchange.end_incomplete()
                 exchange.end_after_server(error, is_gone=is_gone, in_parts=is_http)
 
-            await exchange.serve(handle(request), end)
+            await exchange.serve(handle(request), end_request)
 
-        self.request_handler = handle_recorded
+        self.request_handler = handle_and_record
 
     return [restore_setup]
 
 
-def _note_sanic_part(response: Any, data: Any = None, end_stream: Any = None) -> None:
+def _note_answer_part(response: Any, data: Any = None, end_stream: Any = None) -> None:
     exchange = current_exchange()
     if exchange is None or response.stream is None or response.stream.send is None:
         return
@@ -445,7 +445,7 @@ _SANIC = make_request_readers(
 def _attach_note_before_call(
     class_name: str, method: str, note: Callable[..., None], module: Any, _: Exchanges
 ) -> list[Undo]:
-    return [call_before(getattr(module, class_name), method, note)]
+    return [note_calls(getattr(module, class_name), method, note)]
 
 
 SEAMS: Mapping[str, Mapping[str, Attach]] = {
@@ -455,10 +455,10 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
     "sanic": {
         "sanic.app": _attach_sanic_app,
         "sanic.handlers.error": partial(_attach_note_before_call, "ErrorHandler", "_lookup", _note_sanic_failure),
-        "sanic.response.types": partial(_attach_note_before_call, "BaseHTTPResponse", "send", _note_sanic_part),
+        "sanic.response.types": partial(_attach_note_before_call, "BaseHTTPResponse", "send", _note_answer_part),
         "sanic.server.protocols.http_protocol": _attach_sanic_protocol,
         "sanic.server.protocols.websocket_protocol": _attach_sanic_websocket,
-        "sanic.server.websockets.impl": partial(_attach_note_before_call, "WebsocketImplProtocol", "send", note_part),
+        "sanic.server.websockets.impl": partial(_attach_note_before_call, "WebsocketImplProtocol", "send", count_part),
     },
 }
-"""The functions that make a server's module record requests, by kind of server and module."""
+"""The functions that instrument the modules of servers, by kind of server and module name."""

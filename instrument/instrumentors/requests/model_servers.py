@@ -22,16 +22,16 @@ from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
-from instrument.instrumentors.functions import Undo, call_before, replaces_attribute
+from instrument.instrumentors.functions import Undo, note_calls, replaces_attribute
 from instrument.instrumentors.requests import served_apps
 from instrument.instrumentors.requests.exchange import Attach, Exchanges, Reading, SteppedItems
 from instrument.recorder.wrapping import FIRST_OF_SERVER, STATUS
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, ITEMS, KEY, Site
-from instrument.runtime.agent_socket import shared_file
+from instrument.runtime.agent_socket import find_shared_file
 from instrument.runtime.faults import FAULTS
 
 LITSERVE_STREAM = "encode_response"
-"""The method of LitServe's API that returns the stream of an answer. Its span ends with the stream."""
+"""The method of LitServe that returns a streamed answer. The method's span ends with the stream."""
 
 
 class _LitServeRequests(threading.local):
@@ -90,11 +90,11 @@ def _attach_litserve_worker(module: Any, exchanges: Exchanges) -> list[Undo]:
             recorder.close(frame, error, True)
             raise
         if name == LITSERVE_STREAM and isinstance(answer, Iterator):
-            return _read_stream(answer, frame)
+            return _record_stream_items(answer, frame)
         recorder.close(frame, None, True)
         return answer
 
-    def _read_stream(items: Iterator[Any], frame: Any) -> Iterator[Any]:
+    def _record_stream_items(items: Iterator[Any], frame: Any) -> Iterator[Any]:
         error: BaseException | None = None
         try:
             yield from items
@@ -111,7 +111,7 @@ BATCH_SIZE = "requests"
 """The attribute with the number of requests in a batch."""
 
 INGRESS, EGRESS, OK = 1, 2, 200
-"""The bits of mosec's request state for the first and the last stage, and the HTTP status of success."""
+"""The bits that mark the first and the last stage in mosec's request state, and the HTTP status of success."""
 
 MOSEC_STATUSES = {"OK": 200, "BAD_REQUEST": 400, "VALIDATION_ERROR": 422, "INTERNAL_ERROR": 500, "TIMEOUT_ERROR": 408}
 """The HTTP status of an answer, by a mosec worker's flag."""
@@ -129,7 +129,7 @@ class _MosecBegins:
 
     def __init__(self, folder: str) -> None:
         self._memory: Any = bytearray(MOSEC_SLOTS * _MOSEC_BEGIN.size)
-        path = shared_file(f"mosec-{crc32(folder.encode()):08x}")
+        path = find_shared_file(f"mosec-{crc32(folder.encode()):08x}")
         if path is not None:
             with suppress(OSError):  # the disk is full: this process knows the begins that it has noted itself
                 file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -159,8 +159,8 @@ class _MosecBatches:
         self._frame: Any = None
         self._events = self._begin_ns = 0
 
-    def begin(self, ids: Sequence[bytes], states: Sequence[int]) -> None:
-        self.end(None, (), ())
+    def begin_batch(self, ids: Sequence[bytes], states: Sequence[int]) -> None:
+        self.end_batch(None, (), ())
         self._events = 0
         numbers = [int.from_bytes(request_id, "big") for request_id in ids]
         keys = tuple(map(str, numbers[:BATCH_LIMIT]))
@@ -170,11 +170,11 @@ class _MosecBatches:
                 self._begins.note_begin(number, self._begin_ns)
         self._frame = self._recorder.open(self._site, {BATCH_SIZE: len(ids), BATCH_KEYS: keys})
 
-    def count_parts(self, count: int) -> None:
+    def count_answer_parts(self, count: int) -> None:
         """Count parts of streamed answers. Another thread calls this."""
         self._events += count
 
-    def end(self, flag: Any, ids: Sequence[bytes], states: Sequence[int]) -> None:
+    def end_batch(self, flag: Any, ids: Sequence[bytes], states: Sequence[int]) -> None:
         """End the batch with the status `flag`. Also end the requests that are complete.
 
         A request is complete after its last stage, or with an error.
@@ -204,7 +204,7 @@ def _attach_mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
         task = receive(self)
         if exchanges.is_on and exchanges.recorder.on:
             with FAULTS.guard("batch of mosec"):
-                (of.get(self) or of.setdefault(self, _MosecBatches(exchanges, self))).begin(task[1], task[2])
+                (of.get(self) or of.setdefault(self, _MosecBatches(exchanges, self))).begin_batch(task[1], task[2])
         return task
 
     @replaces_attribute(protocol, "send")
@@ -215,9 +215,9 @@ def _attach_mosec(module: Any, exchanges: Exchanges) -> list[Undo]:
             with FAULTS.guard("batch of mosec"):
                 batches = of.get(self)
                 if batches is not None and flag == event:
-                    batches.count_parts(len(ids))
+                    batches.count_answer_parts(len(ids))
                 elif batches is not None:
-                    batches.end(flag, ids, states)
+                    batches.end_batch(flag, ids, states)
 
     return [restore_receive, restore_send]
 
@@ -274,7 +274,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
             return
         with FAULTS.guard("route of a request of Ray Serve"):
             if self.get_user_method_info(metadata.call_method).is_asgi_app:
-                exchange.add_prefix(scope.get("root_path", ""))  # within it the app's router finds the route
+                exchange.add_route_prefix(scope.get("root_path", ""))  # within it the app's router finds the route
             elif metadata.route:
                 exchange.set_route(metadata.route)
         channel = _RayAnswer() if scope["type"] == "http" else served_apps.Websocket()
@@ -282,7 +282,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
         batches = SteppedItems(exchange, batches)
         try:
             async for messages in batches:
-                await read_messages(channel, messages)
+                await forward_messages(channel, messages)
                 yield messages
         except BaseException as error:
             if isinstance(error, GeneratorExit) and isinstance(channel, _RayAnswer) and channel.is_complete:
@@ -295,7 +295,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
             channel.end()
         exchange.end()
 
-    async def read_messages(channel: served_apps.AsgiChannel, messages: Any) -> None:
+    async def forward_messages(channel: served_apps.AsgiChannel, messages: Any) -> None:
         with FAULTS.guard("answer of Ray Serve"):
             for message in messages:
                 await channel.send(message)
@@ -303,9 +303,9 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     @replaces_attribute(wrapper, "call_user_method")
     def restore_call_user_method(self: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         answer = call(self, metadata, *args, **kwargs)
-        return answer if getattr(self, "_local_testing_mode", False) else call_recorded(self, metadata, answer)
+        return answer if getattr(self, "_local_testing_mode", False) else call_and_record(self, metadata, answer)
 
-    async def call_recorded(self: Any, metadata: Any, answer: Any) -> Any:
+    async def call_and_record(self: Any, metadata: Any, answer: Any) -> Any:
         exchange = calls.begin_exchange((self, metadata))
         return await (answer if exchange is None else exchange.serve(answer, exchange.end))
 
@@ -320,7 +320,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
         answers = SteppedItems(exchange, answers)
         try:
             async for answer in answers:
-                exchange.add_items()
+                exchange.note_sent_items()
                 yield answer
         except BaseException as error:
             exchange.end(error)
@@ -346,10 +346,10 @@ def _attach_ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _mute_process(class_name: str, module: Any, exchanges: Exchanges) -> list[Undo]:
-    def mute(*_: Any, **__: Any) -> None:
+    def stop_recording(*_: Any, **__: Any) -> None:
         exchanges.is_on = False
 
-    return [call_before(getattr(module, class_name), "__init__", mute)]
+    return [note_calls(getattr(module, class_name), "__init__", stop_recording)]
 
 
 def _ray_method_name(call: tuple[Any, Any]) -> str:
@@ -393,4 +393,4 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
         "ray.dashboard.subprocesses.module": partial(_mute_process, "SubprocessModule"),
     },
 }
-"""The functions that make a server's module record requests, by kind of server and module."""
+"""The functions that instrument the modules of servers, by kind of server and module name."""

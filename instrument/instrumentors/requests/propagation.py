@@ -21,8 +21,8 @@ from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.trace_context import (
     STATE_LIMIT,
     RemoteParent,
-    encode_remote,
-    parse_remote,
+    encode_parent,
+    parse_parent,
     sanitise_tracestate,
 )
 from instrument.runtime.faults import FAULTS
@@ -32,7 +32,7 @@ OPENTELEMETRY = "opentelemetry.trace"
 
 Header = bytes | str
 Caller = Header | tuple[Header, ...]
-"""A caller's span for `parse_remote`: a `traceparent`, a pair with the `tracestate`, or a stored span."""
+"""The caller's span: a `traceparent`, a pair of `traceparent` and `tracestate`, or a result of `encode_parent`."""
 
 Extract = Callable[[Mapping[bytes, bytes]], Caller | None]
 """A function that reads the caller's span from headers with lower-case names."""
@@ -44,12 +44,12 @@ def pair_with_tracestate(parent: Header | None, state: Header) -> Caller | None:
     return None if parent is None else (parent, state if len(state) <= STATE_LIMIT else state[: STATE_LIMIT + 1])
 
 
-def read_w3c(headers: Mapping[bytes, bytes]) -> Caller | None:
+def read_w3c_caller(headers: Mapping[bytes, bytes]) -> Caller | None:
     parent, state = headers.get(b"traceparent"), headers.get(b"tracestate")
     return parent if state is None else pair_with_tracestate(parent, state)
 
 
-def read_by_configured_propagators(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
+def read_configured_caller(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | None:
     with FAULTS.guard("OTEL_PROPAGATORS"):  # a propagator that is not installed, or somebody else's
         from opentelemetry import propagate, trace
 
@@ -62,27 +62,27 @@ def read_by_configured_propagators(headers: Mapping[bytes, bytes]) -> tuple[str,
             if context.trace_state
             else ""
         )
-        return encode_remote(RemoteParent(context.trace_id, context.span_id, int(context.trace_flags), state=state))
+        return encode_parent(RemoteParent(context.trace_id, context.span_id, int(context.trace_flags), state=state))
     return None
 
 
 def choose_extractor() -> Extract:
     propagators = {name.strip() for name in os.environ.get("OTEL_PROPAGATORS", "").split(",")} - {"", "baggage"}
     if propagators <= {"tracecontext"}:
-        return read_w3c
+        return read_w3c_caller
     try:
         import_module("opentelemetry.propagate")  # raises at each import of a bad setting
     except Exception as problem:
         FAULTS.note_unreadable_value("OTEL_PROPAGATORS", str(problem))
-        return read_w3c
-    return read_by_configured_propagators
+        return read_w3c_caller
+    return read_configured_caller
 
 
 def read_caller_from_environment() -> str:
     """Return the caller's span from the environment variables `TRACEPARENT` and `TRACESTATE`, or ""."""
     variables = ((name, value) for name, value in os.environ.items() if name.isupper())
     headers = {name.lower().replace("_", "-").encode(): os.fsencode(value) for name, value in variables}
-    return " ".join((encode_remote(parse_remote(choose_extractor()(headers))) or ())[:2])
+    return " ".join((encode_parent(parse_parent(choose_extractor()(headers))) or ())[:2])
 
 
 def current_span_ids(recorder: Recorder = RECORDER) -> tuple[int, int, int, str] | None:
@@ -140,7 +140,7 @@ def attach_opentelemetry(
 TRACE_ID, SPAN_ID = "trace_id", "span_id"
 
 _CLASSES = {"logging": ("Logger", "makeRecord"), "structlog._base": ("BoundLoggerBase", "_process_event")}
-"""The class and the method that make log records or events in each module."""
+"""The class and the method that make log records or events, by module."""
 
 
 class LogRecords(Switch):
@@ -161,15 +161,15 @@ class LogRecords(Switch):
 
             def tag_records(logger: Any, *args: Any, **kwargs: Any) -> Any:
                 record = make(logger, *args, **kwargs)
-                record.__dict__ = {TRACE_ID: "", SPAN_ID: "", **self._read_ids(), **record.__dict__}
+                record.__dict__ = {TRACE_ID: "", SPAN_ID: "", **self._read_span_ids(), **record.__dict__}
                 return record
 
             def tag_events(logger: Any, method: str, event: Any, event_kw: Any) -> Any:
-                return make(logger, method, event, {**self._read_ids(), **event_kw})
+                return make(logger, method, event, {**self._read_span_ids(), **event_kw})
 
             self._undos.append(replaces_attribute(owner, name)(tag_records if class_name == "Logger" else tag_events))
 
-    def _read_ids(self) -> dict[str, str]:
+    def _read_span_ids(self) -> dict[str, str]:
         try:
             trace = current_span_ids(self._recorder) if self._recorder.on else None
         except Exception as fault:  # the record is the service's

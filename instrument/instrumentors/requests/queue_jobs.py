@@ -25,7 +25,7 @@ NO_FAILURES = frozenset({"Retry", "RetryJob", "HandlerException", "NoResultError
 """The exceptions of arq, FastStream and TaskIQ that end a job but are no errors."""
 
 Job = tuple[object, object, object, object, "float | None"]
-"""A job's task, id, carrier of the caller's trace, queue, and queuing time in s since 1970 (None if unknown)."""
+"""A job's task, id, trace headers, queue, and queuing time in seconds since 1970 (None if unknown)."""
 
 
 class _Jobs:
@@ -57,7 +57,7 @@ class _Jobs:
             is_no_failure = not NO_FAILURES.isdisjoint(kind.__name__ for kind in type(error).__mro__)
             self._exchanges.recorder.close(frame, None if is_no_failure else error, True)
 
-    async def await_job(self, read: Callable[[], Job], perform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def perform_job(self, read: Callable[[], Job], perform: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         frame = self.begin_job(read)
         try:
             coroutine = perform(*args, **kwargs)
@@ -147,20 +147,20 @@ def _attach_dramatiq(module: Any, exchanges: Exchanges) -> list[Undo]:
 def _attach_arq(module: Any, exchanges: Exchanges) -> list[Undo]:
     jobs, init = _Jobs("arq", exchanges), module.Worker.__init__
 
-    def record_function(name: str, queue: object, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_function(name: str, queue: object, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        async def run_recorded(context: Any, *args: Any, **kwargs: Any) -> Any:
+        async def run_and_record(context: Any, *args: Any, **kwargs: Any) -> Any:
             read = lambda: (name, context["job_id"], kwargs, queue, context["enqueue_time"].timestamp())  # noqa: E731
-            return await jobs.await_job(read, function, context, *args, **kwargs)
+            return await jobs.perform_job(read, function, context, *args, **kwargs)
 
-        return run_recorded
+        return run_and_record
 
     @replaces_attribute(module.Worker, "__init__")
     def restore_init(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         with FAULTS.guard("job of arq"):
             for name, function in self.functions.items():
-                run = record_function(name, self.queue_name, function.coroutine)
+                run = wrap_function(name, self.queue_name, function.coroutine)
                 self.functions[name] = replace(function, coroutine=run)
 
     return [restore_init]
@@ -174,7 +174,7 @@ def _attach_taskiq(module: Any, exchanges: Exchanges) -> list[Undo]:
     async def restore_run_task(self: Any, target: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
         queue = getattr(self.broker, "queue_name", "")
         read = lambda: (message.task_name, message.task_id, message.labels, queue, None)  # noqa: E731
-        return await jobs.await_job(read, run_task, self, target, message, *args, **kwargs)
+        return await jobs.perform_job(read, run_task, self, target, message, *args, **kwargs)
 
     return [restore_run_task]
 
@@ -187,7 +187,7 @@ def _attach_faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
         def read_job() -> Job:
             return self.name, message.message_id, message.headers, *_read_queue_and_time(message.raw_message)
 
-        return await jobs.await_job(read_job, call, self, message, *args, **kwargs)
+        return await jobs.perform_job(read_job, call, self, message, *args, **kwargs)
 
     return [restore_call]
 
@@ -270,4 +270,4 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
     "faststream": {"faststream._internal.endpoint.subscriber.call_item": _attach_faststream},
     "gradio": {"gradio.queueing": _attach_gradio},
 }
-"""The functions that attach to a queue's library, by package and module."""
+"""The functions that instrument the libraries of queues, by package and module name."""

@@ -64,10 +64,10 @@ class AsgiApp(ServedApp):
         kind = arrivals.get(scope["type"])
         if kind is None or not recorder.on:
             return app(scope, receive, send)  # type: ignore[no-any-return]
-        return _serve_recorded(app, kind, scope, receive, send)
+        return _serve_and_record(app, kind, scope, receive, send)
 
 
-async def _serve_recorded(app: Any, arrivals: Arrivals, scope: Message, receive: Receive, send: Send) -> Any:
+async def _serve_and_record(app: Any, arrivals: Arrivals, scope: Message, receive: Receive, send: Send) -> Any:
     exchange = arrivals.begin_exchange(scope)
     if exchange is None:
         return await app(scope, receive, send)
@@ -127,7 +127,7 @@ class Http(AsgiChannel):
                 if body and (exchange.stream is not None or not is_last):
                     if exchange.stream is None:
                         self._is_events = self._is_event_stream()
-                    exchange.add_items((body.count(b"\n\n") or 1) if self._is_events else 1)
+                    exchange.note_sent_items((body.count(b"\n\n") or 1) if self._is_events else 1)
             elif kind in FILES:
                 is_last = kind == WHOLE_FILE or not message.get("more_body")
                 exchange.answer_bytes += message.get("count") or self._measure_file_bytes(message)
@@ -248,7 +248,7 @@ class Websocket(AsgiChannel):
             kind = message["type"]
             if kind == "websocket.send":
                 exchange.answer_bytes += len(message.get("bytes") or message.get("text") or b"")
-                exchange.add_items()
+                exchange.note_sent_items()
             elif kind == "websocket.accept":
                 exchange.set_status(101)
             elif kind == "websocket.close" and not exchange.status:
@@ -306,7 +306,7 @@ StartResponse = Callable[..., Any]
 ARRIVAL = itemgetter("REQUEST_METHOD", "wsgi.url_scheme", "SERVER_NAME", "SERVER_PORT")
 
 STATUSES = {str(status): status for status in range(100, 1000)}
-"""The number of each possible status, by the first three characters of a status line."""
+"""HTTP statuses as numbers, by the first three characters of a status line."""
 
 
 class WsgiApp(ServedApp):
@@ -327,7 +327,7 @@ class WsgiApp(ServedApp):
         if exchange.timing is not None:
             start_response = _wrap_start_response(exchange.timing, exchange, environ, start_response)
 
-        def start(*arguments: Any, **kwargs: Any) -> Any:
+        def start_and_note_status(*arguments: Any, **kwargs: Any) -> Any:
             try:
                 exchange.set_status(STATUSES.get(arguments[0][:3], 0))
             except Exception:
@@ -338,7 +338,7 @@ class WsgiApp(ServedApp):
             return start_response(status, headers)  # passing `*arguments` takes 0.1 us more
 
         try:
-            body = app(environ, start)
+            body = app(environ, start_and_note_status)
         except BaseException as error:
             exchange.end_with_exception(error)
             raise
@@ -358,7 +358,7 @@ class WsgiApp(ServedApp):
 def _wrap_start_response(
     timing: AnswerTimings, exchange: Exchange, environ: dict[str, Any], start_response: StartResponse
 ) -> StartResponse:
-    def start(*arguments: Any, **kwargs: Any) -> Any:
+    def start_with_timings(*arguments: Any, **kwargs: Any) -> Any:
         try:
             status, headers, *more = arguments
             timing.decide_if_comment_fits(headers, environ["REQUEST_METHOD"])
@@ -367,7 +367,7 @@ def _wrap_start_response(
             FAULTS.note("server timing", fault)
         return start_response(*arguments, **kwargs)
 
-    return start
+    return start_with_timings
 
 
 class InterleavedApp(WsgiApp):
@@ -439,7 +439,7 @@ class _Body:
                 exchange.timing.note_body_part(part)
             exchange.answer_bytes += len(part)
             if part:
-                exchange.add_items()
+                exchange.note_sent_items()
         except Exception:
             exchange.count_unread()
         return part

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from instrument.instrumentors.functions import (
     Instrumentor,
     Undo,
-    call_before,
     change_argument,
+    note_calls,
     replace_attribute,
     replaces_attribute,
 )
@@ -76,7 +76,7 @@ class Router(NamedTuple):
         read, after, note = self.route, self.after, self.note
 
         @wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def record_route(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs) if after else None
             exchange = CURRENT.get()
             if exchange is not None and exchange.is_open:
@@ -89,16 +89,16 @@ class Router(NamedTuple):
             return result if after else original(*args, **kwargs)
 
         @wraps(original)
-        async def call_app(*args: Any, **kwargs: Any) -> Any:
-            return await call(*args, **kwargs)
+        async def call_app_noting_route(*args: Any, **kwargs: Any) -> Any:
+            return await record_route(*args, **kwargs)
 
         if self.method == "__call__":  # asgiref takes an app without a coroutine function for one of ASGI 2
-            return [replace_attribute(owner, self.method, call_app)]
+            return [replace_attribute(owner, self.method, call_app_noting_route)]
         for name in ("cache_clear", "cache_info", "cache_parameters"):
             if hasattr(original, name):
-                setattr(call, name, getattr(original, name))
+                setattr(record_route, name, getattr(original, name))
         is_static = isinstance(vars(owner).get(self.method), staticmethod)
-        return [replace_attribute(owner, self.method, staticmethod(call) if is_static else call)]
+        return [replace_attribute(owner, self.method, staticmethod(record_route) if is_static else record_route)]
 
 
 def _read_route_path(_: Any, route: Any, *__: Any) -> str:
@@ -112,7 +112,7 @@ def _read_fastapi_path(_: Any, route: Any, scope: Any, *__: Any) -> str:
     return path
 
 
-def _flask_reader(name: str) -> Callable[..., str | None]:
+def _make_flask_reader(name: str) -> Callable[..., str | None]:
     def read_flask_rule(module: Any, _: Any, context: Any = None, *__: Any) -> str | None:
         rule = getattr(module if context is None else context, name).url_rule
         return None if rule is None else rule.rule
@@ -138,7 +138,7 @@ def _read_channels_route(_: Any, router: Any, scope: Any, *__: Any) -> tuple[str
 
 
 def _note_channels_route(exchange: Exchange, route: tuple[str, bool]) -> None:
-    (exchange.add_prefix if route[1] else exchange.set_route)(route[0])
+    (exchange.add_route_prefix if route[1] else exchange.set_route)(route[0])
 
 
 def _read_aiohttp_route(_: Any, match: Any, *__: Any) -> str | None:
@@ -158,7 +158,7 @@ _DJANGO, _BLACKSHEEP, _ERROR = "django.core.handlers.base", "blacksheep.server.r
 _ROUTERS = (
     Router("starlette.routing", "Route", "handle", _read_route_path),
     Router("starlette.routing", "WebSocketRoute", "handle", _read_route_path),
-    Router("starlette.routing", "Mount", "handle", _read_route_path, note=Exchange.add_prefix),
+    Router("starlette.routing", "Mount", "handle", _read_route_path, note=Exchange.add_route_prefix),
     Router("fastapi.routing", "APIRoute", "handle", _read_fastapi_path, older=True),
     Router("fastapi.routing", "APIWebSocketRoute", "handle", _read_fastapi_path, older=True),
     Router("litestar.routes.http", "HTTPRoute", "handle", _read_route_path),
@@ -169,9 +169,9 @@ _ROUTERS = (
         note=_end_websocket_with_exception,
         older=True,
     ),
-    Router("flask.app", "Flask", "full_dispatch_request", _flask_reader("request")),
-    Router("quart.app", "Quart", "full_dispatch_request", _flask_reader("request")),
-    Router("quart.app", "Quart", "full_dispatch_websocket", _flask_reader("websocket")),
+    Router("flask.app", "Flask", "full_dispatch_request", _make_flask_reader("request")),
+    Router("quart.app", "Quart", "full_dispatch_request", _make_flask_reader("request")),
+    Router("quart.app", "Quart", "full_dispatch_websocket", _make_flask_reader("websocket")),
     Router("quart.app", "Quart", _ERROR, lambda *call: call[-1], note=_end_websocket_with_exception, older=True),
     Router(_DJANGO, "BaseHandler", "resolve_request", lambda _, match: _add_slash(match.route), after=True),
     Router("channels.routing", "URLRouter", "__call__", _read_channels_route, note=_note_channels_route),
@@ -203,7 +203,7 @@ def _attach_to_method(class_name: str, method: str, kind: Any, module: Any, exch
     last: tuple[Any, Any] = None, None
 
     @replaces_attribute(owner, method)
-    def undo(self: Any, app: Any) -> Any:
+    def restore_method(self: Any, app: Any) -> Any:
         nonlocal last
         app_before, served = last
         if app_before is not app or served is None:
@@ -211,7 +211,7 @@ def _attach_to_method(class_name: str, method: str, kind: Any, module: Any, exch
             last = app, served
         return run(self, served)
 
-    return [undo]
+    return [restore_method]
 
 
 def _attach_to_stored_app(
@@ -221,11 +221,11 @@ def _attach_to_stored_app(
     path, _, name = place.rpartition(".")
     holder_of = operator.attrgetter(path) if path else None
 
-    def record_app(server: Any, *_: Any, **__: Any) -> None:
+    def wrap_stored_app(server: Any, *_: Any, **__: Any) -> None:
         holder = server if holder_of is None else holder_of(server)
         setattr(holder, name, _make_recording_app(getattr(holder, name), kind, exchanges))
 
-    return [call_before(getattr(module, class_name), method, record_app) for method in methods.split()]
+    return [note_calls(getattr(module, class_name), method, wrap_stored_app) for method in methods.split()]
 
 
 def _attach_to_app_argument(name: str, position: int, kind: Any, module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -233,7 +233,7 @@ def _attach_to_app_argument(name: str, position: int, kind: Any, module: Any, ex
 
 
 EMBEDDING = frozenset({"uwsgi"})
-"""The modules whose import shows that a server in C calls the app without Python code."""
+"""The modules whose import shows that a server written in C calls the app directly."""
 
 
 def _attach_to_app_class(class_name: str, module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -244,11 +244,11 @@ def _attach_to_app_class(class_name: str, module: Any, exchanges: Exchanges) -> 
     call = owner.__call__
 
     @replaces_attribute(owner, "__call__")
-    def undo(self: Any, environ: Any, start_response: Any) -> Any:
+    def restore_app_call(self: Any, environ: Any, start_response: Any) -> Any:
         catch_up_with_fork()
         return WsgiApp(partial(call, self), exchanges)(environ, start_response)
 
-    return [undo]
+    return [restore_app_call]
 
 
 def _attach_gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
@@ -260,13 +260,13 @@ def _attach_gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
     load = worker.load_wsgi
 
     @replaces_attribute(worker, "load_wsgi")
-    def undo(self: Any) -> None:
+    def restore_load_wsgi(self: Any) -> None:
         load(self)
         is_of_tornado = any(kind.__module__.startswith("tornado.") for kind in type(self.wsgi).__mro__)
         if hasattr(type(self), "handle_request") and not is_of_tornado:
             self.wsgi = _make_recording_app(self.wsgi, WsgiApp, exchanges)
 
-    return [undo]
+    return [restore_load_wsgi]
 
 
 _GUNICORN_METHODS = "_handle_http_request _handle_http2_request _handle_websocket"
@@ -315,7 +315,7 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
         "bottle": partial(_attach_to_app_class, "Bottle"),
     },
 }
-"""The functions that make a server's module record requests, by kind of server (ASGI, WSGI) and module."""
+"""The functions that instrument the modules of ASGI and WSGI servers, by kind of server and module name."""
 
 KINDS: Mapping[str, tuple[str, Any]] = {
     "aiohttp": ("aiohttp", http_servers),
@@ -332,7 +332,7 @@ KINDS: Mapping[str, tuple[str, Any]] = {
     **{name: (name, model_servers) for name in ("litserve", "mosec", "bentoml")},
     **{name: (name, queue_jobs) for name in ("celery", "rq", "dramatiq", "arq", "taskiq", "faststream", "gradio")},
 }
-"""The kind of server for each package or module, and the adapter with this kind in its `SEAMS`."""
+"""The kind of server and the module that instruments it, by name of the server's package or module."""
 
 STALLS: Mapping[str, Callable[[ModuleType, int, Recorder], list[Undo]]] = {
     blocked.ASYNCIO: blocked.attach_asyncio,

@@ -27,7 +27,7 @@ from instrument.trace.of_recording import RowSnapshot, have_details
 from instrument.trace.stages import LATENCIES, find_stages
 
 MOST_ROWS, MOST_DETAIL_BYTES = 10_000, 128 << 10
-"""The maximum number of rows, and of attribute bytes, to read per answer. Beyond it, the answer gets only `total`."""
+"""The maximum number of rows and of attribute bytes to read per answer. Above either, only `total` is sent."""
 
 WITHOUT_PARTS = "Server-Timing without parts: too many spans since the begin of the request"
 
@@ -94,7 +94,7 @@ def _make_header_entries(recorder: Recorder, frame: Any, details_from: int) -> l
     if sum(heads.values()) - sum(firsts.values()) > MOST_ROWS or detail_bytes > MOST_DETAIL_BYTES:
         recorder.count(WITHOUT_PARTS)
         return [_total_text(recorder, frame)]
-    trace = _read_trace(recorder, frame, details_from)
+    trace = _read_request_spans(recorder, frame, details_from)
     joined = join_requests(trace)
     place = joined.rows.tolist().index(int(np.flatnonzero(trace.span_id == frame.span_id)[0]))
     row = int(joined.rows[place])
@@ -116,7 +116,7 @@ def _make_header_entries(recorder: Recorder, frame: Any, details_from: int) -> l
     return [f"{token};dur={_milliseconds_text(time_ns)}" for token, time_ns in tokens.items()]
 
 
-def _read_trace(recorder: Recorder, frame: Any, details_from: int) -> Columns:
+def _read_request_spans(recorder: Recorder, frame: Any, details_from: int) -> Columns:
     """Read the spans of an open request: its own tree, and all trees that share a key with the request."""
     mapped = recorder.make_reader()
     snapshot = RowSnapshot.copy_from(mapped, frame.start_ns, details_from=details_from)
@@ -139,7 +139,7 @@ def _read_trace(recorder: Recorder, frame: Any, details_from: int) -> Columns:
     root_ids = np.array(sorted(roots), np.uint64)
     rings = [ring._replace(rows=ring.rows[np.isin(ring.rows["root_id"], root_ids)]) for ring in snapshot.rings]
     open_spans = [span for span in snapshot.open_spans if span.root_id in roots]
-    none = mapped.intervals(1 << 62)
+    none = mapped.read_intervals(1 << 62)
     trace, _ = replace(snapshot, rings=rings, open_spans=open_spans).make_columns(
         recorder.now_ns(), lambda span_ids: device_intervals(none, span_ids)
     )

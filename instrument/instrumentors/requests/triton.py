@@ -24,7 +24,7 @@ from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.faults import FAULTS
 
 TRITON_MODEL = re.compile(r"\d+\.\w+")
-"""The pattern of the module name of a model in the backend: version and file, such as `1.model`."""
+"""The pattern of the module name of a model: its version and file, such as `1.model`."""
 
 FINAL = 1
 """The flag of a decoupled model's last response, `TRITONSERVER_RESPONSE_COMPLETE_FINAL`."""
@@ -79,7 +79,7 @@ class _Batch:
                 for answer in answers:
                     answer.is_left = True
                 if is_alone:
-                    self.separate_thread()
+                    self.clear_current_request()
                 continue
             response = responses[index] if isinstance(responses, list) and index < len(responses) else None
             _end_request(request, exchange, None if is_alone else context, response, error)
@@ -87,7 +87,7 @@ class _Batch:
         if frame is not None:
             self._of.recorder.close(frame, error, True)
 
-    def separate_thread(self) -> None:
+    def clear_current_request(self) -> None:
         """Clear the thread's current request, so that later spans of the thread do not belong to it."""
         CURRENT.set(None)
         self._of.recorder.forget_current()
@@ -128,7 +128,7 @@ class _Requests:
             return _Batch(self, list(requests))  # the model may change its own list
         return None
 
-    def undo(self) -> None:
+    def detach_and_end(self) -> None:
         undo_all(self._undos)
         for answer in list(self.answers.values()):
             answer.is_left = False
@@ -157,10 +157,10 @@ class _Requests:
         self._watched.add(kind)
         send = kind.send
 
-        def send_and_note(sender: Any, response: Any = None, flags: int = 0) -> Any:
+        def send_and_note_response(sender: Any, response: Any = None, flags: int = 0) -> Any:
             answer = self.answers.get(sender)
             if answer is not None and response is not None:
-                answer.exchange.add_items()
+                answer.exchange.note_sent_items()
             try:
                 return send(sender, response, flags) if response is not None else send(sender, flags=flags)
             finally:
@@ -168,7 +168,7 @@ class _Requests:
                     self.answers.pop(sender, None)
                     _end_request(None, answer.exchange, answer.context, response)
 
-        self._undos.append(replace_attribute(kind, "send", send_and_note))
+        self._undos.append(replace_attribute(kind, "send", send_and_note_response))
 
 
 def _end_request(
@@ -210,7 +210,7 @@ def attach_triton(module: Any, exchanges: Exchanges) -> list[Undo]:
     requests_of = _Requests(exchanges)
 
     @functools.wraps(execute)
-    def execute_recorded(self: Any, requests: Any) -> Any:
+    def execute_and_record(self: Any, requests: Any) -> Any:
         batch = requests_of.begin_batch(requests)
         if batch is None:
             return execute(self, requests)
@@ -220,17 +220,17 @@ def attach_triton(module: Any, exchanges: Exchanges) -> list[Undo]:
             batch.end(None, error)
             raise
         if inspect.iscoroutine(responses):  # the backend awaits it on another thread
-            batch.separate_thread()
+            batch.clear_current_request()
             return batch.await_and_end(responses)
         batch.end(responses)
         return responses
 
     @functools.wraps(execute)
-    async def await_recorded(self: Any, requests: Any) -> Any:
+    async def await_and_record(self: Any, requests: Any) -> Any:
         """Begin the requests in a separate task, because the calling thread continues with the next requests."""
         batch = requests_of.begin_batch(requests)
         coroutine = execute(self, requests)
         return await (coroutine if batch is None else batch.await_and_end(coroutine))
 
-    recorded = await_recorded if inspect.iscoroutinefunction(execute) else execute_recorded
-    return [requests_of.undo, replace_attribute(model, "execute", recorded)]
+    recorded = await_and_record if inspect.iscoroutinefunction(execute) else execute_and_record
+    return [requests_of.detach_and_end, replace_attribute(model, "execute", recorded)]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, call_before, change_argument, replaces_attribute
+from instrument.instrumentors.functions import Undo, change_argument, note_calls, replaces_attribute
 from instrument.instrumentors.references import rebind_objects
 from instrument.instrumentors.requests.exchange import (
     ABNORMAL,
@@ -21,8 +21,8 @@ from instrument.instrumentors.requests.exchange import (
     Attach,
     Exchange,
     Exchanges,
+    count_part,
     make_request_readers,
-    note_part,
 )
 from instrument.runtime.faults import FAULTS
 
@@ -39,22 +39,22 @@ def attach_server(module: Any, exchanges: Exchanges) -> list[Undo]:
     key = "ws_handler" if is_older else "handler"
     connection = module.WebSocketServerProtocol if is_older else module.ServerConnection
     is_async = inspect.iscoroutinefunction(connection.send)
-    record = functools.partial(_record_handler, arrivals=arrivals, is_async=is_async)
+    record = functools.partial(_wrap_handler, arrivals=arrivals, is_async=is_async)
     serve, undo_serve = getattr(owner, name), change_argument(owner, name, int(is_class), record, key)
-    undos = [undo_serve, call_before(connection, "send", note_part)]
+    undos = [undo_serve, note_calls(connection, "send", count_part)]
     undos += [] if is_older else [_record_refusals(connection, arrivals)]
     if not is_class:
         served = module.serve
         rebind_objects([(serve, served)])  # programs have imported the function itself
 
-        def undo_names() -> None:
+        def restore_references() -> None:
             rebind_objects([(served, serve)])
 
-        undos.append(undo_names)
+        undos.append(restore_references)
     return undos
 
 
-def _record_handler(handler: Any, arrivals: Any, *, is_async: bool) -> Any:
+def _wrap_handler(handler: Any, arrivals: Any, *, is_async: bool) -> Any:
     """Wrap a handler to record its connections. A handler that is not async runs in a thread."""
     if not callable(handler) or hasattr(handler, EXCHANGE):
         return handler
@@ -143,7 +143,7 @@ def _split_path(connection: Any) -> tuple[str, str, str]:
     return path.partition("?")
 
 
-def _read_arrival(connection: Any) -> tuple[str, str, Any]:
+def _read_scheme_address(connection: Any) -> tuple[str, str, Any]:
     transport = getattr(connection, "transport", None)
     socket = getattr(connection, "socket", None)
     secured = getattr(socket, "context", None) if transport is None else transport.get_extra_info("sslcontext")
@@ -161,7 +161,7 @@ def _read_client(connection: Any) -> str | None:
 
 
 READS = make_request_readers(
-    _read_arrival,
+    _read_scheme_address,
     _read_headers,
     lambda connection: _split_path(connection)[0],
     lambda connection: _split_path(connection)[2],
@@ -174,7 +174,7 @@ def attach_router(module: Any, exchanges: Exchanges) -> list[Undo]:
     route_request = module.Router.route_request
 
     @replaces_attribute(module.Router, "route_request")
-    def undo(self: Any, connection: Any, request: Any) -> Any:
+    def restore_route_request(self: Any, connection: Any, request: Any) -> Any:
         response = route_request(self, connection, request)
         if response is None:
             with FAULTS.guard("route of websockets"):
@@ -183,7 +183,7 @@ def attach_router(module: Any, exchanges: Exchanges) -> list[Undo]:
                 setattr(connection, ROUTE, adapter.match(path, query_args=query, return_rule=True)[0].rule)
         return response
 
-    return [undo]
+    return [restore_route_request]
 
 
 SEAMS: Mapping[str, Mapping[str, Attach]] = {
@@ -192,4 +192,4 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
         **{f"websockets.{name}.router": attach_router for name in ("asyncio", "sync")},
     }
 }
-"""The functions that make a server's module record requests, by kind of server and module."""
+"""The functions that instrument the modules of servers, by kind of server and module name."""

@@ -52,14 +52,12 @@ def merge_preset(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
         return profile, {}
     preset = Document(read_preset(value.text), name=preset_path(value.text), environ=profile.document.environ)
     preset_texts: dict[str, str] = {}
-    return _merge_mappings(
-        profile, _move_to_place(preset.read_root(lambda node: node), key), preset_texts
-    ), preset_texts
+    return _merge_mappings(profile, _move_node(preset.read_root(lambda node: node), key), preset_texts), preset_texts
 
 
-def _move_to_place(node: YamlNode, at: YamlNode) -> YamlNode:
-    items = tuple(_move_to_place(item, at) for item in node.items)
-    pairs = {name: (_move_to_place(key, at), _move_to_place(value, at)) for name, (key, value) in node.pairs.items()}
+def _move_node(node: YamlNode, at: YamlNode) -> YamlNode:
+    items = tuple(_move_node(item, at) for item in node.items)
+    pairs = {name: (_move_node(key, at), _move_node(value, at)) for name, (key, value) in node.pairs.items()}
     return replace(node, document=at.document, line=at.line, column=at.column, items=items, pairs=pairs)
 
 

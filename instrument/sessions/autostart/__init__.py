@@ -17,15 +17,13 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 VARIABLE = "INSTRUMENT_AWAITED"
-"""The environment variable with the profile file's time and size, followed by the packages whose import begins a
-session."""
+"""The environment variable with the state of the profile file and the packages whose import begins a session."""
 
 FIRST = "first"
-"""The file in the run's folder that the first Python process creates. Other processes thereby know that they are not
-the first."""
+"""The file in the run's folder that only the first Python process of the run can create."""
 
 
-def begin() -> None:
+def begin_or_await() -> None:
     """Begin the session of this process, or wait for the import of a package that the profile instruments. Raises
     nothing."""
     global _waiting
@@ -186,5 +184,5 @@ def start_beside_opentelemetry() -> None:
     folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120 - as `sitecustomize` does
     sys.path[:] = [entry for entry in sys.path if not entry or os.path.abspath(entry) != folder]  # noqa: PTH100
     process = sys.modules.get("instrument.sessions.process")
-    if process is None or not process.is_running():
+    if process is None or not process.is_session_running():
         begin_session_now()

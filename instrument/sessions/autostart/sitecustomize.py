@@ -25,10 +25,10 @@ def _run_next_sitecustomize():
             sys.modules["sitecustomize"] = hook
 
 
-def _begin():
+def _begin_session():
     # type: () -> None
     if sys.version_info < (3, 10):
-        _note_unseen("Python %d.%d" % sys.version_info[:2])
+        _note_missed_process("Python %d.%d" % sys.version_info[:2])
         return
     if not _is_main_interpreter():
         return
@@ -36,12 +36,12 @@ def _begin():
         from instrument.sessions import autostart
     except Exception as error:
         if isinstance(error, ImportError) and (error.name or "").split(".")[0] == "instrument":
-            _note_unseen("without instrument-sdk: " + sys.executable)
+            _note_missed_process("without instrument-sdk: " + sys.executable)
         else:
             why = str(error) or type(error).__name__
             sys.stderr.write("instrument: this process is not instrumented: " + why + "\n")
     else:
-        autostart.begin()
+        autostart.begin_or_await()
 
 
 def _is_main_interpreter():
@@ -59,7 +59,7 @@ def _is_main_interpreter():
     return bool(_is_main_interpreter())
 
 
-def _note_unseen(why):
+def _note_missed_process(why):
     # type: (str) -> None
     """Report to the run's agent, by a file, that this process will not be recorded."""
     agent = os.environ.get("INSTRUMENT_AGENT", "")
@@ -78,6 +78,6 @@ _OFF = ("off", "0", "false", "no")
 
 try:
     if os.environ.get("INSTRUMENT_PROFILE") and os.environ.get("INSTRUMENT", "").strip().lower() not in _OFF:
-        _begin()
+        _begin_session()
 finally:
     _run_next_sitecustomize()
