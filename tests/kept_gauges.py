@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from instrument.device.gauges import Gauges
+from instrument.device.gauge_thread import Gauges
 from instrument.profile.model import Device
 from instrument.recording import memory_layout as layout
 from instrument.recording.mapped import _convert_reading

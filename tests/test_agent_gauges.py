@@ -20,7 +20,7 @@ from test_agent_containers import ALONE, INSTRUMENT, needs_namespaces
 
 from instrument.agent.exporter_child import HANG_S, GaugeThread
 from instrument.agent.exporter_process import ELSEWHERE, EXPORTER_NAME
-from instrument.device.gauges import GaugeSources
+from instrument.device.gauge_thread import GaugeSources
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.metrics import GAUGES as EVERY_GAUGE
 from instrument.recording.spans import HOST

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import instrument
 from instrument.agent.client import Member
 from instrument.agent.live_view import LiveSampler
-from instrument.instrumentors.requests import served_apps
+from instrument.instrumentors.requests import asgi_wsgi_apps
 from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
 from instrument.profile.keys import loads
 from instrument.profile.model import RequestsRule
@@ -66,7 +66,7 @@ def serve(way: str) -> None:
     async def nothing(*_: Any) -> None: ...
 
     async def ask() -> None:
-        app = served_apps.AsgiApp(answer, Exchanges(RequestsRule()))
+        app = asgi_wsgi_apps.AsgiApp(answer, Exchanges(RequestsRule()))
         task = asyncio.ensure_future(
             app({"type": "http", "method": "GET", "path": "/", "headers": []}, nothing, nothing)
         )

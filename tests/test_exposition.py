@@ -14,7 +14,7 @@ from otlp_spans import ORIGIN
 from readback import spans_in
 
 import instrument
-from instrument.instrumentors.requests import served_apps
+from instrument.instrumentors.requests import asgi_wsgi_apps
 from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
 from instrument.otlp.exposition import BOUNDS_S, format_metrics, make_metric_name, metrics_of_process
 from instrument.otlp.metrics_queue import Metered
@@ -71,7 +71,7 @@ def serve(route: str, status: int, times: int) -> None:
     async def nothing(*_: Any) -> None: ...
 
     async def all_of_them() -> None:
-        app = served_apps.AsgiApp(answer, Exchanges(RequestsRule()))
+        app = asgi_wsgi_apps.AsgiApp(answer, Exchanges(RequestsRule()))
         for _ in range(times):
             await app({"type": "http", "method": "GET", "path": "/", "headers": []}, nothing, nothing)
 
@@ -113,7 +113,7 @@ def ask_as(tenant: str, times: int, *, annotates: bool = False) -> None:
 
     async def all_of_them() -> None:
         (rule,) = instrument.session().profile.requests
-        app = served_apps.AsgiApp(answer, Exchanges(rule))
+        app = asgi_wsgi_apps.AsgiApp(answer, Exchanges(rule))
         headers = [] if annotates else [(b"x-tenant", tenant.encode())]
         for _ in range(times):
             await app({"type": "http", "method": "GET", "path": "/", "headers": headers}, nothing, nothing)

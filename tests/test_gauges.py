@@ -24,11 +24,11 @@ from kept_gauges import KeptGauges
 
 import instrument
 from instrument import chrome
-from instrument.device import gauges as host_room
-from instrument.device import gauges as room
-from instrument.device import nvml
-from instrument.device.gauges import Gone, Host
-from instrument.device.nvml import NvmlDevice, select_visible_gpus
+from instrument.device import gauge_thread as host_room
+from instrument.device import gauge_thread as room
+from instrument.device import gpu_gauges
+from instrument.device.gauge_thread import Gone, Host
+from instrument.device.gpu_gauges import NvmlDevice, select_visible_gpus
 from instrument.profile.keys import loads
 from instrument.profile.model import AUTO_NS, Device
 from instrument.recorder.recorder import RECORDER
@@ -535,7 +535,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         asked.append(name)
         raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(nvml, "dlopen", refuse)
+    monkeypatch.setattr(gpu_gauges, "dlopen", refuse)
     return asked
 
 
@@ -545,7 +545,7 @@ def no_driver(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("device: {cuda: off}", []),
         ("device: {cuda: off, nvml: auto}", []),
         ("device: {cuda: off, nvml: off}", []),
-        ("device: {cuda: off, nvml: 1s}", [f"device.nvml: {nvml.NO_DRIVER}"]),
+        ("device: {cuda: off, nvml: 1s}", [f"device.nvml: {gpu_gauges.NO_DRIVER}"]),
     ],
 )
 def test_a_machine_without_a_driver_starts_no_thread_and_says_why_where_it_was_asked(
@@ -655,7 +655,7 @@ def test_waits_for_a_processor_and_for_memory_are_read_as_shares_of_time(
 def test_the_peak_of_resident_memory_outlives_what_no_reading_saw() -> None:
     program = """if True:
         import time
-        from instrument.device.gauges import Gone, Host
+        from instrument.device.gauge_thread import Gone, Host
         host = Host()
         block = bytearray(b"x") * (96 << 20)
         del block
@@ -869,8 +869,8 @@ def test_a_child_of_a_process_that_hangs_in_the_driver_leaves_nvml_alone(run: Ru
     done = run(
         FULL,
         """
-        from instrument.device import gauges as room
-        from instrument.device.nvml import Nvml
+        from instrument.device import gauge_thread as room
+        from instrument.device.gpu_gauges import Nvml
         room.FORK_WAIT_S = room.STOP_S = 0.05
         inside, hangs = threading.Event(), threading.Event()
         def hang(*_):

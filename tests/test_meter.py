@@ -26,7 +26,7 @@ from server_programs import serving
 from test_requests import FLASK, STARLETTE, ask_all, gunicorn, uvicorn
 
 import instrument
-from instrument.instrumentors.requests import served_apps
+from instrument.instrumentors.requests import asgi_wsgi_apps
 from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
 from instrument.otlp import exporter
 from instrument.otlp.packing import make_exponential
@@ -64,7 +64,7 @@ class Served:
     """An ASGI app as its server calls it: a path names its route, and the status that answers it."""
 
     def __init__(self, rule: RequestsRule | None = None) -> None:
-        self._app = served_apps.AsgiApp(self._answer, Exchanges(rule or RequestsRule()))
+        self._app = asgi_wsgi_apps.AsgiApp(self._answer, Exchanges(rule or RequestsRule()))
         self.asked: Counter[tuple[str, str, int]] = Counter()
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
@@ -276,7 +276,7 @@ def test_requests_that_are_open_are_reported_as_such() -> None:
     with collecting(take) as server:
         instrument.start(profile(url(server)))
         app = Served()
-        app._app = served_apps.AsgiApp(wait, Exchanges(RequestsRule()))
+        app._app = asgi_wsgi_apps.AsgiApp(wait, Exchanges(RequestsRule()))
         thread = threading.Thread(target=app.ask, args=("/",))
         thread.start()
         assert is_inside.wait(60)
@@ -407,7 +407,7 @@ def test_streams_of_generations_report_the_time_to_the_first_token_and_of_each()
         text = f"{asked}\nexport: {{otlp: {{endpoint: '{url(server)}'}}}}"
         instrument.start(loads(text, environ={}))
         app = Served()
-        app._app = served_apps.AsgiApp(generate, Exchanges(loads(text, environ={}).requests[0]))
+        app._app = asgi_wsgi_apps.AsgiApp(generate, Exchanges(loads(text, environ={}).requests[0]))
         for path in ("/v1/chat/completions", "/v1/broken", "/other"):
             app.ask(path, 4)
         instrument.stop()

@@ -17,7 +17,7 @@ from raw_spans import counted, counted_paths, traces
 
 import instrument
 from instrument import chrome, profiled, scope
-from instrument.instrumentors.requests import served_apps
+from instrument.instrumentors.requests import asgi_wsgi_apps
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.profile.keys import loads
 from instrument.recorder.core import calls_by_site
@@ -210,7 +210,7 @@ def test_a_request_of_an_adapter_costs_what_its_adapter_adds() -> None:
     session = instrument.start(loads("requests: auto\nlimits: {blocked: off}"))
     assert session is not None
     try:
-        served = served_apps.AsgiApp(app, Exchanges(session.profile.requests[0]))
+        served = asgi_wsgi_apps.AsgiApp(app, Exchanges(session.profile.requests[0]))
         asked = {"type": "http", "method": "GET", "path": "/", "headers": []}
         for _ in range(3):
             asyncio.run(served(asked, nothing, nothing))

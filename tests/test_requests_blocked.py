@@ -19,7 +19,7 @@ from readback import spans_in
 
 import instrument
 from instrument import chrome
-from instrument.instrumentors.requests import blocked, served_apps
+from instrument.instrumentors.requests import asgi_wsgi_apps, blocked
 from instrument.instrumentors.requests.blocked import LoopPlaces, make_block_attributes
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.profile.model import Capture, FunctionRule, Limits, Profile, RequestsRule
@@ -106,7 +106,7 @@ def serve_by(run: Callable[..., object], paths: Sequence[str], handlers: dict[st
     Who waits for a processor for longer than that, within the same callback, blocks the loop for most of the time, and
     is named with good reason.
     """
-    app = served_apps.AsgiApp(
+    app = asgi_wsgi_apps.AsgiApp(
         app_of({f"/{name}": handler for name, handler in handlers.items()}), Exchanges(RequestsRule())
     )
     planted = len(PLANTED)
@@ -181,7 +181,7 @@ def test_a_task_outside_of_every_span_is_named_by_its_coroutine(session: None) -
 
     async def main() -> None:
         is_done = asyncio.Event()
-        app = served_apps.AsgiApp(app_of({"/wait": is_done.wait}), Exchanges(RequestsRule()))
+        app = asgi_wsgi_apps.AsgiApp(app_of({"/wait": is_done.wait}), Exchanges(RequestsRule()))
         request = asyncio.create_task(ask(app, "/wait"))
         await asyncio.sleep(0)
         await asyncio.create_task(chore())

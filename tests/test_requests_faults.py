@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from readback import spans_in
 
-from instrument.instrumentors.requests import served_apps
+from instrument.instrumentors.requests import asgi_wsgi_apps
 from instrument.instrumentors.requests.exchange import Exchanges, Method
 from instrument.profile.model import RequestsRule
 from instrument.recording.spans import Span
@@ -104,13 +104,13 @@ def test_a_wrong_message_of_an_app_gets_the_servers_own_error(
     exchanges: Exchanges, recorder: Any, send: Any, kind: str, messages: list[Any]
 ) -> None:
     bare = outcome_of(lambda app: app, send, messages, kind)
-    assert outcome_of(lambda app: served_apps.AsgiApp(app, exchanges), send, messages, kind) == bare
+    assert outcome_of(lambda app: asgi_wsgi_apps.AsgiApp(app, exchanges), send, messages, kind) == bare
     assert isinstance(ended(recorder).attributes.get("http.response.status_code", 0), int)
     assert FAULTS.count_by_place() == {}, "it is no fault of ours"
 
 
 def test_a_message_that_cannot_be_read_is_counted(exchanges: Exchanges, recorder: Any) -> None:
-    outcome_of(lambda app: served_apps.AsgiApp(app, exchanges), lenient, [START, BODY | {"body": None}], "http")
+    outcome_of(lambda app: asgi_wsgi_apps.AsgiApp(app, exchanges), lenient, [START, BODY | {"body": None}], "http")
     assert recorder.irregular["messages of apps that could not be read"] == 1
 
 
@@ -123,7 +123,10 @@ def test_headers_of_an_answer_that_can_be_read_once_are_left_to_the_server(excha
 
     pairs = [(b"content-type", b"text/event-stream")]
     outcome_of(
-        lambda app: served_apps.AsgiApp(app, exchanges), late, [START | {"headers": iter(pairs)}, *STREAMED[1:]], "http"
+        lambda app: asgi_wsgi_apps.AsgiApp(app, exchanges),
+        late,
+        [START | {"headers": iter(pairs)}, *STREAMED[1:]],
+        "http",
     )
     assert list(sent[0]["headers"]) == pairs
 
@@ -136,7 +139,7 @@ def test_an_app_has_the_headers_that_its_server_gives_once(recorder: Any, attrib
         (b"x-tenant", b"shop"),
         (b"traceparent", b"00-" + b"1" * 32 + b"-" + b"2" * 16 + b"-01"),
     ]
-    seen = outcome_of(lambda app: served_apps.AsgiApp(app, exchanges), lenient, [START, BODY], "http", iter(pairs))
+    seen = outcome_of(lambda app: asgi_wsgi_apps.AsgiApp(app, exchanges), lenient, [START, BODY], "http", iter(pairs))
     assert seen[0] == pairs
     span = ended(recorder)
     assert span.remote is not None
@@ -186,7 +189,7 @@ def test_a_status_that_is_none_is_what_the_wsgi_server_says_of_it(
         start(status, [])
         return [b"it"]
 
-    assert served(served_apps.WsgiApp(app, exchanges), start_response) == served(app, start_response)
+    assert served(asgi_wsgi_apps.WsgiApp(app, exchanges), start_response) == served(app, start_response)
     assert ended(recorder).attributes.get("http.response.status_code") in (None, 500)
 
 
@@ -200,7 +203,7 @@ def test_a_part_that_is_no_bytes_is_what_the_wsgi_server_says_of_it(
         start("200 OK", [])
         return body
 
-    assert served(served_apps.WsgiApp(app, exchanges), lenient_start) == served(app, lenient_start)
+    assert served(asgi_wsgi_apps.WsgiApp(app, exchanges), lenient_start) == served(app, lenient_start)
     ended(recorder)
     assert FAULTS.count_by_place() == {}
 
@@ -211,7 +214,7 @@ def test_start_response_is_called_wrong_as_the_app_called_it(exchanges: Exchange
         call(start)
         return []
 
-    assert served(served_apps.WsgiApp(app, exchanges), checked_start) == served(app, checked_start)
+    assert served(asgi_wsgi_apps.WsgiApp(app, exchanges), checked_start) == served(app, checked_start)
 
 
 # -------------------------------------------------------------------- exchanges
@@ -225,7 +228,7 @@ def test_a_request_whose_facts_cannot_be_reported_ends_all_the_same(
         raise RuntimeError("a fault of ours")
 
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    exchange = served_apps.get_arrivals(exchanges)["http"].begin_exchange(
+    exchange = asgi_wsgi_apps.get_arrivals(exchanges)["http"].begin_exchange(
         {"type": "http", "method": "GET", "path": "/", "headers": []}
     )
     assert exchange is not None
@@ -255,9 +258,9 @@ def test_a_fault_of_ours_at_the_begin_is_counted_and_the_app_is_called(
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     monkeypatch.setattr(type(exchanges.recorder), "open_request", fault, raising=False)
     if adapter == "asgi":
-        seen = outcome_of(lambda app: served_apps.AsgiApp(app, exchanges), strict, [START, BODY], "http")
+        seen = outcome_of(lambda app: asgi_wsgi_apps.AsgiApp(app, exchanges), strict, [START, BODY], "http")
         assert seen == ([], "sent", "sent")
     else:
-        assert served(served_apps.WsgiApp(app, exchanges), checked_start) == [b"it"]
+        assert served(asgi_wsgi_apps.WsgiApp(app, exchanges), checked_start) == [b"it"]
     assert FAULTS.count_by_place() == {"begin of a request": 1}
     FAULTS.clear()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from readback import spans_in
 
-from instrument.instrumentors.requests import model_servers, served_apps, server_hooks
+from instrument.instrumentors.requests import asgi_wsgi_apps, model_servers, server_hooks
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.instrumentors.requests.server_hooks import Requests
 from instrument.profile.model import RequestsRule
@@ -234,7 +234,7 @@ def test_bottle_reports_the_rule_of_a_request(recorder: Any) -> None:
     family.attach_to(bottle)
     app = bottle.Bottle()
     app.route("/items/<name>", callback=lambda name: name)
-    served = server_hooks._make_recording_app(app, served_apps.WsgiApp, Exchanges(RequestsRule(), recorder))
+    served = server_hooks._make_recording_app(app, asgi_wsgi_apps.WsgiApp, Exchanges(RequestsRule(), recorder))
     assert b"".join(served({**ENVIRON, "PATH_INFO": "/items/a"}, lambda *_: None)) == b"a"
     family.undo()
     assert [span.site.name for span in spans_in(recorder)] == ["GET /items/<name>"]

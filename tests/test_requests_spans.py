@@ -23,7 +23,7 @@ from starlette.routing import Route, WebSocketRoute
 
 import instrument
 from instrument import chrome
-from instrument.instrumentors.requests import served_apps
+from instrument.instrumentors.requests import asgi_wsgi_apps
 from instrument.instrumentors.requests.exchange import ADDRESSES_KNOWN, CURRENT, Exchanges
 from instrument.profile.model import Capture, Profile, RequestsRule
 from instrument.recorder.recorder import RECORDER
@@ -72,7 +72,7 @@ def answering(*messages: dict[str, Any]) -> Any:
 
 def ask(app: Any, headers: Sequence[tuple[bytes, bytes]] = (), rule: RequestsRule | None = None, **scope: Any) -> None:
     """One request to an ASGI app that is served."""
-    serve = served_apps.AsgiApp(app, Exchanges(rule or RequestsRule()))
+    serve = asgi_wsgi_apps.AsgiApp(app, Exchanges(rule or RequestsRule()))
 
     async def receive() -> dict[str, Any]:
         if not is_websocket:
@@ -259,7 +259,9 @@ def test_a_client_that_leaves_within_its_upload_is_no_error_of_the_service() -> 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message.get("status"))
 
-    app = served_apps.AsgiApp(Starlette(routes=[Route("/upload", upload, methods=["POST"])]), Exchanges(RequestsRule()))
+    app = asgi_wsgi_apps.AsgiApp(
+        Starlette(routes=[Route("/upload", upload, methods=["POST"])]), Exchanges(RequestsRule())
+    )
     scope = {"type": "http", "method": "POST", "path": "/upload", "raw_path": b"/upload", "query_string": b""}
     with pytest.raises(ClientDisconnect):
         asyncio.run(app({**scope, "root_path": "", "headers": []}, receive, send))  # type: ignore[arg-type]
@@ -293,7 +295,7 @@ def test_a_stream_whose_server_reports_a_disconnect_within_the_last_send_was_ser
                 is_over.set()
                 await asyncio.Event().wait()
 
-        app = served_apps.AsgiApp(Starlette(routes=[Route("/stream", stream)]), Exchanges(RequestsRule()))
+        app = asgi_wsgi_apps.AsgiApp(Starlette(routes=[Route("/stream", stream)]), Exchanges(RequestsRule()))
         scope = {"type": "http", "method": "GET", "path": "/stream", "raw_path": b"/stream", "query_string": b""}
         await app({**scope, "root_path": "", "headers": [], "asgi": {"spec_version": "2.1"}}, receive, send)
 
@@ -318,7 +320,7 @@ def test_named_parts_of_a_request_are_recorded_and_ignored_requests_are_not() ->
 
 def test_an_app_within_an_app_is_one_request() -> None:
     async def outer(scope: Any, receive: Any, send: Any) -> None:
-        await served_apps.AsgiApp(answering(START, part(b"")), Exchanges(RequestsRule()))(scope, receive, send)
+        await asgi_wsgi_apps.AsgiApp(answering(START, part(b"")), Exchanges(RequestsRule()))(scope, receive, send)
 
     ask(outer)
     assert len(requests()) == 1
@@ -403,7 +405,7 @@ class Group(Exception):
 def test_a_websocket_that_its_client_closes_is_no_error_and_has_its_route(made: Any, is_sending: bool) -> None:
     """The app learns of it as it waits for a message, or as the server refuses to send one."""
     app, route = made()
-    serve = served_apps.AsgiApp(app, Exchanges(RequestsRule()))
+    serve = asgi_wsgi_apps.AsgiApp(app, Exchanges(RequestsRule()))
     messages = [{"type": "websocket.connect"}, {"type": "websocket.receive", "text": "a"}]
     gone = {"type": "websocket.disconnect", "code": 1001}
 
@@ -443,7 +445,7 @@ def test_a_websocket_of_channels_has_the_route_of_its_routers() -> None:
 
     for path in ("/echo/1", "/plain", "/none"):
         messages = [{"type": "websocket.connect"}, {"type": "websocket.disconnect", "code": 1001}]
-        serve = served_apps.AsgiApp(app, Exchanges(RequestsRule()))
+        serve = asgi_wsgi_apps.AsgiApp(app, Exchanges(RequestsRule()))
         asyncio.run(serve({"type": "websocket", "path": path, "headers": []}, receive, send))  # type: ignore[arg-type]
     assert [told(span).get("http.route") for span in requests()] == ["/echo/<str:room>", "^plain", None]
 
@@ -488,7 +490,7 @@ def test_endpoints_at_several_addresses_are_one_in_reports_and_each_span_reports
     ports = range(8000, 8000 + ADDRESSES_KNOWN + 3)
     for port in ports:
         environ = {"wsgi.url_scheme": "http", "SERVER_NAME": "shop", "SERVER_PORT": str(port), "REQUEST_METHOD": "GET"}
-        list(served_apps.WsgiApp(wsgi_app([b""]), exchanges)(environ, lambda *_: None))
+        list(asgi_wsgi_apps.WsgiApp(wsgi_app([b""]), exchanges)(environ, lambda *_: None))
     assert [told(span)["server.port"] for span in requests()] == list(ports)
     assert len({span.site for span in requests()}) == ADDRESSES_KNOWN + 1
     (row,) = RECORDER.tally().iterate_totals()
@@ -518,7 +520,7 @@ def wsgi_app(body: Iterable[bytes], status: str = "200 OK") -> Any:
 
 def serve_wsgi(app: Any, start_response: Any = lambda *_: None, **environ: str) -> bytes:
     asked = {"wsgi.url_scheme": "http", "SERVER_NAME": "127.0.0.1", "SERVER_PORT": "80", "REQUEST_METHOD": "GET"}
-    return b"".join(served_apps.WsgiApp(app, Exchanges(RequestsRule()))({**asked, **environ}, start_response))
+    return b"".join(asgi_wsgi_apps.WsgiApp(app, Exchanges(RequestsRule()))({**asked, **environ}, start_response))
 
 
 @pytest.mark.parametrize("body", [[b"four"], (b"fo", b"ur"), Parts(b"four"), Parts(b"", b"four")])

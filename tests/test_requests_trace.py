@@ -12,7 +12,7 @@ from otlp_spans import links_of
 from readback import spans_in
 
 import instrument
-from instrument.instrumentors.requests import served_apps
+from instrument.instrumentors.requests import asgi_wsgi_apps
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.instrumentors.requests.propagation import read_w3c_caller
 from instrument.otlp.export_facts import Ids
@@ -46,7 +46,7 @@ def serve(app: Any, headers: dict[str, str], rule: RequestsRule | None = None) -
         "type": "http", "method": "GET", "path": "/", "scheme": "http", "server": ("127.0.0.1", 80),
         "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
     }  # fmt: skip
-    asyncio.run(served_apps.AsgiApp(app, Exchanges(rule or RequestsRule()))(scope, receive, send))
+    asyncio.run(asgi_wsgi_apps.AsgiApp(app, Exchanges(rule or RequestsRule()))(scope, receive, send))
     return sent
 
 
@@ -190,7 +190,7 @@ def secret_request(requests: str, tmp_path: Any) -> str:
             "query_string": b"key=c4n4ry", "client": ("c4n4ry", 1),
             "headers": [(name.encode(), value.encode()) for name, value in canaries.items()],
         }  # fmt: skip
-        asyncio.run(served_apps.AsgiApp(reads, Exchanges(rule))(scope, receive, send))
+        asyncio.run(asgi_wsgi_apps.AsgiApp(reads, Exchanges(rule))(scope, receive, send))
         instrument.dump(path)
         return path.read_text() + instrument.summary(views=["brief", "requests", "events"])
     finally:

@@ -274,7 +274,7 @@ def test_other_streams_keep_their_bodies(engine: Engine) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": iter(headers)})
         await send({"type": "http.response.body", "body": body})
 
-    from instrument.instrumentors.requests import served_apps
+    from instrument.instrumentors.requests import asgi_wsgi_apps
     from instrument.instrumentors.requests.exchange import Exchanges
 
     async def bodies(path: str) -> tuple[bytes, list[bytes]]:
@@ -284,7 +284,7 @@ def test_other_streams_keep_their_bodies(engine: Engine) -> None:
             sent.append(message)
 
         scope = {"type": "http", "method": "GET", "path": path, "headers": []}
-        served = served_apps.AsgiApp(app, Exchanges(RequestsRule(server_timing="true")))
+        served = asgi_wsgi_apps.AsgiApp(app, Exchanges(RequestsRule(server_timing="true")))
         await served(scope, None, send)  # type: ignore[arg-type]
         return b"".join(part.get("body", b"") for part in sent), [name for name, _ in sent[0]["headers"]]
 

@@ -18,7 +18,7 @@ import pytest
 from readback import columns_in, rows_in, spans_in
 
 from instrument import chrome
-from instrument.instrumentors.requests import served_apps
+from instrument.instrumentors.requests import asgi_wsgi_apps
 from instrument.instrumentors.requests.exchange import Exchange, Exchanges, SteppedItems
 from instrument.profile.model import RequestsRule
 from instrument.recording.mapped import Mapped
@@ -407,7 +407,7 @@ def test_results_of_a_coroutine_are_read_before_its_span_ends_and_attributes_at_
 def begun(recorder: Any) -> Exchange:
     """A request that has just arrived."""
     scope = {"type": "http", "method": "GET", "path": "/", "headers": []}
-    exchange = served_apps.get_arrivals(Exchanges(RequestsRule(), recorder))["http"].begin_exchange(scope)
+    exchange = asgi_wsgi_apps.get_arrivals(Exchanges(RequestsRule(), recorder))["http"].begin_exchange(scope)
     assert exchange is not None
     return exchange
 

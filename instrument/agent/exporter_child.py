@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instrument.agent.child import AgentEnd
-from instrument.device.gauges import GaugeSources, Gone
+from instrument.device.gauge_thread import GaugeSources, Gone
 from instrument.errors import ExportError
 from instrument.profile.model import Device, Otlp
 from instrument.recording.memory import GaugePlace

@@ -198,9 +198,9 @@ def _describe_device(versions: dict[str, str]) -> str:
 
 
 def _explain_unread_gpu_gauges(profile: Profile) -> str:
-    from instrument.device import nvml
+    from instrument.device import gpu_gauges
 
-    return "device.nvml is off" if profile.device.nvml_ns is None else nvml.explain_unreadable_gpus()
+    return "device.nvml is off" if profile.device.nvml_ns is None else gpu_gauges.explain_unreadable_gpus()
 
 
 def _explain_missing_dataset(profile: Profile) -> str:

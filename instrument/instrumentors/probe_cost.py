@@ -67,7 +67,7 @@ Timed = tuple[float, float, float]
 
 def _make_calls(recorder: Recorder) -> tuple[list[Site], dict[str, tuple[Run, Any, Run, Any]]]:
     """Return the sites of empty functions, and two calls for each shape of probe: with the probe, and without."""
-    from instrument.instrumentors.requests import served_apps
+    from instrument.instrumentors.requests import asgi_wsgi_apps
     from instrument.instrumentors.requests.exchange import Exchanges
 
     def do_nothing() -> None:
@@ -127,7 +127,7 @@ def _make_calls(recorder: Recorder) -> tuple[list[Site], dict[str, tuple[Run, An
     layer, method_site = object(), sites[1]
     method = wrapping.wrap_method(recorder, do_nothing_to, {id(layer): method_site}, lambda _: method_site)
     recorder.allow_muting(method_site)
-    app = served_apps.AsgiApp(answer, Exchanges(RequestsRule(name=REQUEST), recorder))
+    app = asgi_wsgi_apps.AsgiApp(answer, Exchanges(RequestsRule(name=REQUEST), recorder))
     messages: Any = (SCOPE, do_nothing_async, do_nothing_async)
     return sites, calls | {
         "scope": (open_scopes, do_nothing, call_repeatedly, do_nothing),

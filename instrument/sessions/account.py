@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from instrument.device.gauges import Gauges
+from instrument.device.gauge_thread import Gauges
 from instrument.device.timing import Ranges, Timing
 from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection

@@ -16,8 +16,8 @@ from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument.clock import Deadline
-from instrument.device.gauges import RARELY_NS, Gauges
-from instrument.device.nvml import ORDER, VARIABLE
+from instrument.device.gauge_thread import RARELY_NS, Gauges
+from instrument.device.gpu_gauges import ORDER, VARIABLE
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import export_checkpoint
 from instrument.recording.export_checkpoint import DAMAGED, ExportCheckpoint, MeterState, Progress

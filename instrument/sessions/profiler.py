@@ -22,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from instrument.device.gauges import Host
+from instrument.device.gauge_thread import Host
 from instrument.errors import ProfileError, StateError, TargetError
 from instrument.instrumentors.loaders import Waiting, listen_to_waits, loader
 from instrument.native import OFF

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from instrument import chrome, clock
-from instrument.device.gauges import Gauges
+from instrument.device.gauge_thread import Gauges
 from instrument.device.timing import Ranges, Timing
 from instrument.instrumentors.probe_cost import Costs
 from instrument.instrumentors.selection import Selection

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import instrument
-from instrument.instrumentors.requests import served_apps
+from instrument.instrumentors.requests import asgi_wsgi_apps
 from instrument.instrumentors.requests.exchange import Exchanges
 from instrument.profile.model import Profile, RequestsRule
 
@@ -131,9 +131,9 @@ def measure(rounds: int) -> dict[str, float]:
     exchanges = Exchanges(RequestsRule())
     apps: dict[str, tuple[str, Any]] = {
         "bare, ASGI": ("ASGI", asgi_app),
-        "ours, ASGI": ("ASGI", served_apps.AsgiApp(asgi_app, exchanges)),
+        "ours, ASGI": ("ASGI", asgi_wsgi_apps.AsgiApp(asgi_app, exchanges)),
         "bare, WSGI": ("WSGI", wsgi_app),
-        "ours, WSGI": ("WSGI", served_apps.WsgiApp(wsgi_app, exchanges)),
+        "ours, WSGI": ("WSGI", asgi_wsgi_apps.WsgiApp(wsgi_app, exchanges)),
         **others(),
     }
     best = dict.fromkeys(apps, float("inf"))

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 from zlib import crc32
 
 from instrument.instrumentors.functions import Undo, note_calls, replaces_attribute
-from instrument.instrumentors.requests import served_apps
+from instrument.instrumentors.requests import asgi_wsgi_apps
 from instrument.instrumentors.requests.exchange import Attach, Exchanges, Reading, SteppedItems
 from instrument.recorder.wrapping import FIRST_OF_SERVER, STATUS
 from instrument.recording.spans import BATCH_KEYS, BATCH_LIMIT, ITEMS, KEY, Site
@@ -259,7 +259,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
     wrapper = module.UserCallableWrapper
     http, call, stream = wrapper.call_http_entrypoint, wrapper.call_user_method, wrapper.call_user_generator
 
-    arrivals = served_apps.get_arrivals(exchanges)
+    arrivals = asgi_wsgi_apps.get_arrivals(exchanges)
     calls = exchanges.get_arrivals("ray_serve", lambda call: "/" + _ray_method_name(call), None, _read_ray_call)
 
     @replaces_attribute(wrapper, "call_http_entrypoint")
@@ -277,7 +277,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
                 exchange.add_route_prefix(scope.get("root_path", ""))  # within it the app's router finds the route
             elif metadata.route:
                 exchange.set_route(metadata.route)
-        channel = _RayAnswer() if scope["type"] == "http" else served_apps.Websocket()
+        channel = _RayAnswer() if scope["type"] == "http" else asgi_wsgi_apps.Websocket()
         channel.exchange, channel.server_receive, channel.server_send = exchange, receive, _send_nothing
         batches = SteppedItems(exchange, batches)
         try:
@@ -295,7 +295,7 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
             channel.end()
         exchange.end()
 
-    async def forward_messages(channel: served_apps.AsgiChannel, messages: Any) -> None:
+    async def forward_messages(channel: asgi_wsgi_apps.AsgiChannel, messages: Any) -> None:
         with FAULTS.guard("answer of Ray Serve"):
             for message in messages:
                 await channel.send(message)
@@ -363,7 +363,7 @@ def _read_ray_call(call: tuple[Any, Any], _: Any) -> Reading:
     return (_ray_method_name(call), None, None, None), headers, {}
 
 
-class _RayAnswer(served_apps.Http):
+class _RayAnswer(asgi_wsgi_apps.Http):
     """The messages of a replica's answer. The request ends with the replica's work, not with the last message."""
 
     __slots__ = ()
@@ -371,7 +371,7 @@ class _RayAnswer(served_apps.Http):
     def __init__(self) -> None:
         self.is_complete = False
 
-    async def _send_last_message(self, message: served_apps.Message) -> None:
+    async def _send_last_message(self, message: asgi_wsgi_apps.Message) -> None:
         self.is_complete = True
 
 

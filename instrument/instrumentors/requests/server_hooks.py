@@ -23,6 +23,7 @@ from instrument.instrumentors.functions import (
 )
 from instrument.instrumentors.known_packages import filter_packages_by_role
 from instrument.instrumentors.requests import blocked, propagation
+from instrument.instrumentors.requests.asgi_wsgi_apps import AsgiApp, InterleavedApp, WsgiApp
 from instrument.instrumentors.requests.exchange import (
     CURRENT,
     PORT,
@@ -32,7 +33,6 @@ from instrument.instrumentors.requests.exchange import (
     ServedApp,
     current_exchange,
 )
-from instrument.instrumentors.requests.served_apps import AsgiApp, InterleavedApp, WsgiApp
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import SERVERS, RequestsRule
 from instrument.recorder.core import calls_by_site
@@ -43,9 +43,9 @@ from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import catch_up_with_fork
 
 if TYPE_CHECKING:
-    from instrument.instrumentors.requests import grpc, http_servers, model_servers, queue_jobs, triton, websockets
+    from instrument.instrumentors.requests import grpc, model_servers, non_asgi_servers, queue_jobs, triton, websockets
 else:
-    for _name in ("grpc", "http_servers", "model_servers", "queue_jobs", "triton", "websockets"):
+    for _name in ("grpc", "non_asgi_servers", "model_servers", "queue_jobs", "triton", "websockets"):
         globals()[_name] = LazyModule(f"instrument.instrumentors.requests.{_name}")
 
 
@@ -318,10 +318,10 @@ SEAMS: Mapping[str, Mapping[str, Attach]] = {
 """The functions that instrument the modules of ASGI and WSGI servers, by kind of server and module name."""
 
 KINDS: Mapping[str, tuple[str, Any]] = {
-    "aiohttp": ("aiohttp", http_servers),
-    "http.server": ("http_server", http_servers),
-    **dict.fromkeys(("tornado.web", "tornado.websocket"), ("tornado", http_servers)),
-    "sanic": ("sanic", http_servers),
+    "aiohttp": ("aiohttp", non_asgi_servers),
+    "http.server": ("http_server", non_asgi_servers),
+    **dict.fromkeys(("tornado.web", "tornado.websocket"), ("tornado", non_asgi_servers)),
+    "sanic": ("sanic", non_asgi_servers),
     "grpc": ("grpc", grpc),
     "grpclib.server": ("grpclib", grpc),
     **{

@@ -15,8 +15,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from instrument.device import nvml
-from instrument.device.nvml import Closed, Nvml, NvmlError
+from instrument.device import gpu_gauges
+from instrument.device.gpu_gauges import Closed, Nvml, NvmlError
 from instrument.profile.model import AUTO_NS, Device
 from instrument.recording.memory import FindRoom, add_samples
 from instrument.recording.spans import HOST, Gpu, Sample
@@ -126,10 +126,10 @@ class GaugeSources:
         """Find the gauges that can be read. Raises an exception for a process that has ended."""
         nvml_ns, host_ns = self._settings.nvml_ns, self._settings.host_ns
         if nvml_ns is not None:
-            problem = SPOILT if self._is_spoilt else nvml.explain_missing_nvml()
+            problem = SPOILT if self._is_spoilt else gpu_gauges.explain_missing_nvml()
             if not problem:
                 self._nvml, self._nvml_ns = Nvml(self._pid, self._environ), nvml_ns or EVERY_NS
-            elif nvml_ns != AUTO_NS or problem != nvml.NO_DRIVER:
+            elif nvml_ns != AUTO_NS or problem != gpu_gauges.NO_DRIVER:
                 self.reasons.append(problem)
         if host_ns is not None and (host_ns != AUTO_NS or self._nvml is not None):
             self._host, self._host_ns = Host(self._pid), host_ns or self._nvml_ns
