@@ -96,10 +96,8 @@ def check(options: argparse.Namespace, host: list[str]) -> int:
 
 def _is_never_imported(verdict: Verdict, profile: Profile) -> bool:
     """Return True if a rule still waits for a module, although `check` imports the modules that rules name."""
-    rules = [rule for rule in profile.functions if rule.text == verdict.rule]
-    return verdict.state == "waiting" and any(
-        text.partition(":")[0] not in MAINS for rule in rules for text in rule.match
-    )
+    texts = (text for rule in profile.functions if rule.text == verdict.rule for text in rule.match)
+    return verdict.state == "waiting" and any(text.partition(":")[0] not in MAINS for text in texts)
 
 
 def check_command(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list[Verdict], dict[str, Any]]:

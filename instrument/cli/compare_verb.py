@@ -179,13 +179,9 @@ def _format_markdown(comparison: Comparison) -> str:
 def _format_junit(comparison: Comparison, limit: float | None) -> ElementTree.Element:
     over = set(comparison.find_slowdowns(limit or 0.0))
     unsure = set(comparison.find_unclear_changes(limit or 0.0))
-    suite = ElementTree.Element(
-        "testsuite",
-        name="instrument compare",
-        tests=str(len(comparison.changes)),
-        failures=str(len(over)),
-        skipped=str(len(unsure)),
-    )
+    counts = {"tests": len(comparison.changes), "failures": len(over), "skipped": len(unsure)}
+    facts = {"name": "instrument compare", **{name: str(count) for name, count in counts.items()}}
+    suite = ElementTree.Element("testsuite", facts)
     for change in comparison.changes:
         case = ElementTree.SubElement(suite, "testcase", classname="instrument.compare", name=" > ".join(change.path))
         if change in over:

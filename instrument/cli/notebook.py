@@ -146,11 +146,8 @@ def compare(before: Source | Sources, after: Source | Sources, **options: Any) -
     from instrument.report import comparison
     from instrument.report.view import Options
 
-    sides = [
-        [
-            (source if isinstance(source, LoadedTrace) else load(source)).recording
-            for source in (side if isinstance(side, (list, tuple)) else [side])
-        ]
-        for side in (before, after)
-    ]
-    return comparison.compare(sides[0], sides[1], Options.from_mapping({"most": MOST, **options}))
+    def load_side(side: Source | Sources) -> list[Recording]:
+        sources = side if isinstance(side, (list, tuple)) else [side]
+        return [(source if isinstance(source, LoadedTrace) else load(source)).recording for source in sources]
+
+    return comparison.compare(load_side(before), load_side(after), Options.from_mapping({"most": MOST, **options}))

@@ -157,7 +157,5 @@ def _describe_reload(answer: Answer | None, waited_s: float) -> str:
     state = f"generation {answer.get('generation')} ({answer.get('digest')})"
     if answer.get("error"):
         return f"{state} stays in force: {answer['error']}"
-    parts = [f"{word} {', '.join(map(str, answer[word]))}" for word in ("attached", "undone") if answer.get(word)] or [
-        "no probe changed"
-    ]
-    return "; ".join([state, *parts, *map(str, answer.get("refused", ()))])
+    parts = [f"{word} {', '.join(map(str, answer[word]))}" for word in ("attached", "undone") if answer.get(word)]
+    return "; ".join([state, *(parts or ["no probe changed"]), *map(str, answer.get("refused", ()))])

@@ -124,9 +124,7 @@ def print_report(options: argparse.Namespace, host: list[str]) -> int:
     if run is None:
         options.traces = find_files("report", options)
         if len(options.traces) > 1 or options.by == PROCESS:
-            options.memory = options.memory or memory_limit_bytes(
-                [*options.traces, *options.traces]
-            )  # apart, and as one
+            options.memory = options.memory or memory_limit_bytes([*options.traces] * 2)  # apart, and as one
     if options.torch_trace and (run is not None or len(options.traces) > 1 or options.by == PROCESS):
         problem = "several" if run is None else "a run"
         raise InstrumentError(
@@ -216,11 +214,8 @@ def _load_recordings_to_report(
         for of_process in group_by_process(files):
             origin = of_process[0].trace.origin
             facts = {"pid": origin.pid, "service": origin.service, "host": origin.host, "files": len(of_process)}
-            yield (
-                f"Process: {make_process_label(of_process[0])}",
-                {"process": facts},
-                Recording.from_file(merge_recordings(of_process).saved),
-            )
+            recording = Recording.from_file(merge_recordings(of_process).saved)
+            yield f"Process: {make_process_label(of_process[0])}", {"process": facts}, recording
         return
     merged = merge_recordings(files, by_wall_clock=options.clock == WALL)
     facts = {"merged": {name: getattr(merged, name) for name in ("files", "processes", "runs", "clock", "apart_ns")}}

@@ -95,16 +95,12 @@ def stop_profiler(sorted_key: str | None = None, profile_path: _Path | None = PR
             else:
                 recording = run.session.recording() if run.counts_all else Recording.from_trace(trace)
             options = Options(tracer_option=run.tracer_option, state=run.state, sorted_by=sorted_key or "default")
-            print(_report_text(recording, options), flush=True)
+            lines = [*events(recording, options).with_wide_lines().lines(), *list_cost_and_losses(recording)]
+            print("\n".join(lines), flush=True)
             if profile_path is not None:
                 chrome.dump(profile_path, trace)
         finally:
             leave_session(run.session)
-
-
-def _report_text(recording: Recording, options: Options) -> str:
-    notes = list_cost_and_losses(recording)
-    return "\n".join([*events(recording, options).with_wide_lines().lines(), *notes])
 
 
 def reset_profiler() -> None:

@@ -276,11 +276,8 @@ class Profiler(_Summary, _Profiler):  # type: ignore[misc]
             on_trace_ready=[self._as_window_handler(handler) for handler in handlers if handler is not None],
             timer_only=timer_only,
         )
-        self._torch_options = replace(
-            self._torch_options,
-            record_shapes=bool(record_shapes or with_flops),
-            profile_memory=bool(profile_memory),
-        )
+        shapes, memory = bool(record_shapes or with_flops), bool(profile_memory)
+        self._torch_options = replace(self._torch_options, record_shapes=shapes, profile_memory=memory)
 
     def _as_window_handler(self, handler: Any) -> Any:
         if (

@@ -79,15 +79,9 @@ def parse_flags(text: str) -> Any:
         owner = flags.profiling if name.startswith("profiling.") else flags
         name = name.removeprefix("profiling.")
         kind: type[Any] = type(vars(owner).get(name))
-        parsed = (
-            _BOOLS.get(value.lower(), value)
-            if kind is bool
-            else int(value)
-            if kind is int and value.isdecimal()
-            else value
-        )
+        parsed = _BOOLS.get(value.lower(), value) if kind is bool else value
         try:
-            setattr(owner, name, parsed)
+            setattr(owner, name, int(value) if kind is int and value.isdecimal() else parsed)
         except ProfileError as error:
             logger.warning("THEANO_FLAGS: %s", error)
     return flags
@@ -278,9 +272,8 @@ def _profile_first_call(target: Function) -> Function:
     torch = _torch
     if torch is None or torch.profiler is None:
         return target
-    if not inspect.isfunction(target) or any(
-        kind(target) for kind in (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    ):
+    are_unlike = inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction
+    if not inspect.isfunction(target) or any(is_unlike(target) for is_unlike in are_unlike):
         torch.begin_profiler()
         return target
 

@@ -73,11 +73,9 @@ def in_spark(function: Callable[..., Any], tables: int = 1) -> Callable[..., Any
         types = [(field.name, arrow.binary() if is_fixed(field.type) else field.type) for field in result.schema]
         return result.cast(arrow.schema(types))
 
-    take_one, take_two = (
-        (lambda table: to_plain_bytes(function(table))),
-        (lambda first, second: to_plain_bytes(function(first, second))),
-    )
-    return take_one if tables == 1 else take_two
+    if tables == 1:
+        return lambda table: to_plain_bytes(function(table))
+    return lambda first, second: to_plain_bytes(function(first, second))
 
 
 def _merge_tables(**tables: Any) -> DatasetRows:

@@ -79,9 +79,6 @@ class SeenPath:
     of_class: str = ""
     digests: set[str] = field(default_factory=set)
 
-    def make_summary(self) -> dict[str, Any]:
-        return {**asdict(self), "digests": sorted(self.digests)}
-
 
 class ArgumentWatch:
     """Searches the arguments and results of calls for keys of requests.
@@ -105,7 +102,7 @@ class ArgumentWatch:
 
     def make_summaries(self) -> dict[str, dict[str, Any]]:
         return {
-            label: {path: values.make_summary() for path, values in sorted(paths.items())}
+            label: {path: {**asdict(seen), "digests": sorted(seen.digests)} for path, seen in sorted(paths.items())}
             for label, paths in sorted(self._seen.items())
             if paths
         }
@@ -210,10 +207,8 @@ class ArgumentWatch:
                 for name in sorted(filter(_is_key_name, islice(items[0], ITEMS)), key=_rank_name)[:1]:
                     keys = [item[name] for item in items if type(item.get(name)) in (str, int)]
                     self._note_keys(paths, f"{path}[].{name}", keys, many=True, size=size)
-            elif not self._note_identifying_attribute(paths, path, items, many=True, size=size) and self._is_own(
-                kind.__module__
-            ):
-                self._note_keys(paths, path, items, many=True, size=size)
+            elif not self._note_identifying_attribute(paths, path, items, many=True, size=size):
+                self._note_keys(paths, path, items if self._is_own(kind.__module__) else (), many=True, size=size)
 
     def _note_identifying_attribute(
         self, paths: dict[str, SeenPath], path: str, things: list[Any], *, many: bool, size: int = 1

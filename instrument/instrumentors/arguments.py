@@ -210,11 +210,8 @@ class _Gauge:
     """Reads the value of a rule's gauge from a parameter or the result of a call."""
 
     def __init__(self, gauge: OwnGauge, parameter: Parameter, rule: FunctionRule) -> None:
-        self._parameter, self._steps, self._is_size = (
-            parameter,
-            split_path_steps(gauge.argument),
-            gauge.record == "size",
-        )
+        self._parameter, self._steps = parameter, split_path_steps(gauge.argument)
+        self._is_size = gauge.record == "size"
         self._place = f"{rule.place or rule.text}: gauge {gauge.name}"
         self._put = make_metric_writer(gauge.kind, gauge.name, gauge.unit, gauge.every_ns)
         self._every_ns = gauge.every_ns if gauge.kind == "gauge" else 0

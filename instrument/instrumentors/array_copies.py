@@ -200,7 +200,7 @@ def attach_cupy(cupy: Any, patched: PatchedFunctions) -> None:
 
     patched.stream = lambda args, kwargs: None
     for name, facts, place in (("get", read_get, 1), ("set", read_put, 2)):
-        patched.wrap_methods(array_type, (name,), facts, partial(_read_stream_argument, place))
+        patched.wrap_methods(array_type, (name,), facts, partial(read_argument, index=place, name="stream"))
     patched.wrap_methods(array_type, READING, lambda out, args, kwargs: Transfer("d2h", args[0].nbytes, True))
     patched.wrap_functions(cupy, CUPY_MAKING, read_new_array)
     patched.wrap_functions(cupy, ("copyto",), read_copied)
@@ -208,10 +208,6 @@ def attach_cupy(cupy: Any, patched: PatchedFunctions) -> None:
     for name, names in (("memcpy", "dst src size kind"), ("memcpyPeer", "dst dstDevice src srcDevice size")):
         _wrap_cuda_function(patched, runtime, name, names.split())
         _wrap_cuda_function(patched, runtime, f"{name}Async", [*names.split(), "stream"])
-
-
-def _read_stream_argument(index: int, args: Any, kwargs: Any) -> Any:
-    return read_argument(args, kwargs, index, "stream")
 
 
 def _make_transfer(source: Any, target: Any) -> Transfer:
@@ -297,11 +293,8 @@ CONVERTING = ("to", "cuda", "xpu", "cpu", "type", "type_as")
 
 def explain_missing_device(torch: Any) -> str:
     """Return the reason why this build of torch has no device, or "". The driver is not called."""
-    return (
-        ""
-        if _make_device_use_tests(torch)
-        else "this torch is built without a device: no copy to or from one can happen"
-    )
+    why = "this torch is built without a device: no copy to or from one can happen"
+    return "" if _make_device_use_tests(torch) else why
 
 
 def attach_torch(torch: Any, patched: PatchedFunctions, *, initialised: Callable[[], bool] | None = None) -> None:

@@ -147,11 +147,7 @@ class Layers(Instrumentor):
     def _patch_child_class(self, name: str, child: Any) -> None:
         """Replace the `forward` of the child's class if a rule may select a child of this name. Its path is not yet
         known."""
-        if type(child) not in self._patched and any(
-            "*" in last or last == name
-            for last in self._last_segments
-            if last in ("*", "**") or matches_pattern(last, name)
-        ):
+        if type(child) not in self._patched and any(matches_pattern(last, name) for last in self._last_segments):
             self._patch_class(type(child))
 
     def _patch_class(self, cls: type[Any]) -> None:

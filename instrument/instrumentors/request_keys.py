@@ -277,10 +277,8 @@ def _make_key_reader(keys: RequestKeys) -> ReadResult:
 
 
 def _make_batch_reader(request_keys: RequestKeys, place: str) -> Callable[..., Values]:
-    of_keys, texts = (
-        _make_path_reader(split_path_steps(request_keys.argument)),
-        _make_texts_converter(request_keys.cut),
-    )
+    of_keys = _make_path_reader(split_path_steps(request_keys.argument))
+    texts = _make_texts_converter(request_keys.cut)
     of_weights = _make_path_reader(split_path_steps(request_keys.weights)) if request_keys.weights else None
 
     def read_batch(value: Any, *weighed: Any) -> Values:

@@ -162,11 +162,8 @@ class Functions(Instrumentor):
         probes: dict[int, tuple[int, Probe]] = {}
         for index, target in attachable:
             holders = search.others.get(id(target.function), ())
-            if (
-                holders
-                and id(target.function) not in self._early
-                and self._is_selected_by_module_wildcard(index, target)
-            ):
+            is_early = id(target.function) in self._early
+            if holders and not is_early and self._is_selected_by_module_wildcard(index, target):
                 why = f"{_describe_references(holders)}, which may compare it; "
                 why += "a rule that names its module without * records it"
                 self._note_verdict(index, "unreachable", target.label, why)
@@ -324,10 +321,8 @@ class Functions(Instrumentor):
             early.attach()
             return early
         rule = self.rules[index]
-        name, kind = (
-            target.fill_span_name(rule.name) if rule.name else target.span_name,
-            self._find_span_kind(target.label, rule),
-        )
+        name = target.fill_span_name(rule.name) if rule.name else target.span_name
+        kind = self._find_span_kind(target.label, rule)
         options: Any = {"device": rule.device, "phase": rule.phase, "min_ns": rule.min_ns}
         site = targets.make_site(target.function, name=name, kind=kind, **options)
         if rule.gen_ai:

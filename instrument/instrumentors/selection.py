@@ -143,11 +143,10 @@ class Selection:
             *(self.attach_to, expect, lambda name: self.begun(name) if name in ENGINES else None, watch),
         )
         for module in loaded:
-            if (
-                (main or not main_module.is_main_module(module))
-                and not imports.is_unloaded_lazy_module(module)
-                and self.attach_to(module)
-            ):
+            is_left_out = imports.is_unloaded_lazy_module(module) or not (
+                main or not main_module.is_main_module(module)
+            )
+            if not is_left_out and self.attach_to(module):
                 self.late.append(list_names_of_module(module)[0])
         if main:
             self._watch = watch

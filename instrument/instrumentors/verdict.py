@@ -119,13 +119,17 @@ def write_check_report(folder: str, calls: int, profile: Profile, verdicts: Iter
         return replace(verdict, why=verdict.why + hint) if hint else verdict
 
     described = [add_nearest_module(verdict).fields_as_json() for verdict in verdicts]
-    facts = {"pid": os.getpid(), "calls": calls, "verdicts": described}
-    path = Path(folder, f"{os.getpid()}.{time.monotonic_ns()}")
+    publish_report(Path(folder, f"{os.getpid()}.json"), {"pid": os.getpid(), "calls": calls, "verdicts": described})
+
+
+def publish_report(target: Path, report: Mapping[str, Any]) -> None:
+    """Write a report as JSON. A reader of the folder sees the complete file or no file."""
+    path = target.with_suffix(f".{time.monotonic_ns()}")
     try:
-        path.write_text(json.dumps(facts), encoding="utf-8")
-        path.rename(path.with_suffix(".json"))
+        path.write_text(json.dumps(report), encoding="utf-8")
+        path.rename(target)
     except FileNotFoundError:
-        pass  # the command has ended before this process, a server of multiprocessing
+        pass  # the command has ended before this process, such as a server of multiprocessing
 
 
 def read_check_reports(folder: str) -> list[dict[str, Any]]:

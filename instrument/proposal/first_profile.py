@@ -179,11 +179,7 @@ def _choose_batch_functions(
 
 
 def _pick_best_paths(paths: Iterable[_Path]) -> dict[str, _Path]:
-    best: dict[str, _Path] = {}
-    for candidate in paths:
-        if candidate.label not in best or candidate.rank < best[candidate.label].rank:
-            best[candidate.label] = candidate
-    return best
+    return {path.label: path for path in sorted(paths, key=lambda path: path.rank, reverse=True)}
 
 
 def _get_or_add_rule(choice: FunctionChoice, label: str, paths: CallGroup) -> RuleProposal:

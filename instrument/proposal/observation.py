@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from instrument.instrumentors.argument_watch import SeenPath
 from instrument.instrumentors.known_packages import PACKAGES, imported_packages
-from instrument.instrumentors.verdict import RECORDING, Verdict
+from instrument.instrumentors.verdict import RECORDING, Verdict, publish_report
 from instrument.recording.spans import Site
 from instrument.runtime.environment import INIT_FOLDER
 
@@ -157,12 +157,7 @@ def write_report(
         "blockers": {labels[site.key]: times for site, times in blockers.items() if site.key in labels},
         "uses_cuda": bool(cuda is not None and cuda.is_initialized()),
     }
-    path_of_report = Path(folder, f"{os.getpid()}.{time.monotonic_ns()}")
-    try:
-        path_of_report.write_text(json.dumps(report), encoding="utf-8")
-        path_of_report.rename(path_of_report.with_name(path_of_report.name + REPORT_SUFFIX))
-    except FileNotFoundError:
-        pass  # `init` has ended
+    publish_report(Path(folder, f"{os.getpid()}.{time.monotonic_ns()}{REPORT_SUFFIX}"), report)
 
 
 def _is_layer_forward(label: str) -> bool:

@@ -245,9 +245,8 @@ def _describe_blocked_loops(times: RequestTimes, unit: str) -> list[str]:
     most = max(blocked.by, key=lambda row: (not row.remaining, row.summed_ns))
     if most.remaining:
         return [counted]
-    return wrap_text(f"{counted}, mostly by {printable(most.name)}{f', at {printable(most.at)}' if most.at else ''}")[
-        :2
-    ]
+    at = f", at {printable(most.at)}" if most.at else ""
+    return wrap_text(f"{counted}, mostly by {printable(most.name)}{at}")[:2]
 
 
 def _step_rows(steps: Loops, of_steps: PhasesView | None) -> list[WorkRow]:
@@ -272,12 +271,9 @@ def _device_lines(view: DeviceView, why: str) -> list[str]:
     """Return a line on each device, or the reason for missing device times. No line is returned if nothing uses a
     GPU."""
     if not view.devices:
-        has_gpu = view.gauges is not None and bool(view.gauges.gpus)
-        return (
-            wrap_text(f"Device: {printable(why) or view.explain_no_device_time()}")[:2]
-            if why or view.asked or has_gpu
-            else []
-        )
+        if not why and not view.asked and not (view.gauges is not None and view.gauges.gpus):
+            return []
+        return wrap_text(f"Device: {printable(why) or view.explain_no_device_time()}")[:2]
     lines = []
     for use in view.devices[:DEVICES]:
         lines.append(

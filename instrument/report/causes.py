@@ -340,14 +340,9 @@ class CauseTimes:
         notes = [f"by {blocker}" if blocker else "" for blocker in trace.attributes.values(BLOCKED_BY, rows)]
         if cause == PREFILL:
             heaviest = self.costs.heavy[self.costs.step_of[rows]].tolist()
-            notes = [
-                ", ".join(
-                    filter(
-                        None, (f"for {name_request(trace, self.joined, request)}", self.describe_engine_facts(request))
-                    )
-                )
-                for request in heaviest
-            ]
+            names = [f"for {name_request(trace, self.joined, request)}" for request in heaviest]
+            pairs = zip(names, map(self.describe_engine_facts, heaviest), strict=True)
+            notes = [", ".join(filter(None, texts)) for texts in pairs]
         return [
             Proof(
                 self._names_of_sites[trace.site[row]], int(trace.span_id[row]),
@@ -368,10 +363,8 @@ class CauseTimes:
 
     def _measure_cause_in_steps(self, place: int, cause: str, path: str) -> tuple[Int64s, NDArray[Any]]:
         costs = self.costs
-        (queued, queued_ns), (served, served_ns) = (
-            self.find_overlapping_steps(place, QUEUE),
-            self.find_serving_steps(place),
-        )
+        queued, queued_ns = self.find_overlapping_steps(place, QUEUE)
+        served, served_ns = self.find_serving_steps(place)
         steps, spent_ns = np.concatenate([queued, served]), np.concatenate([queued_ns, served_ns])
         lengths_ns = costs.end_ns - costs.start_ns
         paths = [number for number, (_, name) in enumerate(self._paths) if path in (name, SPREAD)]

@@ -75,16 +75,10 @@ def measure_blocked_loops(trace: Columns, options: Options) -> BlockedLoops | No
         places[name].update({} if at is None else {str(at): took_ns})
     if not durations:
         return None
-    rows = [
-        Blocker(
-            name,
-            len(times_ns),
-            sum(times_ns),
-            max(times_ns),
-            at=max(places[name], key=places[name].__getitem__, default=""),
-        )
-        for name, times_ns in durations.items()
-    ]
+    rows = []
+    for name, times_ns in durations.items():
+        at = max(places[name], key=places[name].__getitem__, default="")
+        rows.append(Blocker(name, len(times_ns), sum(times_ns), max(times_ns), at=at))
     rows.sort(key=lambda row: (-row.summed_ns, row.name))
 
     def sum_blockers(rows: Sequence[Blocker]) -> Blocker:

@@ -405,10 +405,8 @@ def _tree_table(
     if room < longest:
         names = _format_names(rows, room)
     shown = [[name, *texts] for name, (_, *texts) in zip(names, cells, strict=True)]
-    return [
-        *make_section_title_lines(section_of((), digits).title),
-        *make_table_lines(header, shown, [0] * len(header)),
-    ]
+    title = make_section_title_lines(section_of((), digits).title)
+    return [*title, *make_table_lines(header, shown, [0] * len(header))]
 
 
 def _format_names(rows: Sequence[tuple[EventsBlock, EventRow]], room: int) -> list[str]:

@@ -189,11 +189,9 @@ class Kernels(View):
         return self.window[1] - self.window[0]
 
     def header_lines(self) -> list[str]:
-        source = (
-            "From: a profiler that saw every kernel"
-            if self.source == KERNELS
-            else "From: CUDA events around recorded calls; a row is a call's stretch of its stream, not a kernel"
-        )
+        source = "From: a profiler that saw every kernel"
+        if self.source != KERNELS:
+            source = "From: CUDA events around recorded calls; a row is a call's stretch of its stream, not a kernel"
         key, order = SortKey.parse_sort_key(self._options), NO_HOST_TIME
         if not self._options.sorted_by.startswith("cpu_"):
             order = ORDER.get(key.column, "total time") + (", least first" if key.ascending else "")
@@ -213,10 +211,8 @@ class Kernels(View):
             f"({format_time(work.total_ns, unit)} {unit}, busy {format_time(work.busy_ns, unit)})"
             for work in self.others
         )
-        window = [
-            f"Window: {format_time(self.window_ns, unit)} {unit}",
-            *[f"Not in it: {other_work}"] * bool(other_work),
-        ]
+        window = [f"Window: {format_time(self.window_ns, unit)} {unit}"]
+        window += [f"Not in it: {other_work}"] if other_work else []
         return [
             Section(
                 "Devices", self.devices, "device=Device|calls=Calls|total_ns=Sum|busy_ns=Busy|busy_ratio=Of window",

@@ -152,14 +152,10 @@ def overview(recording: Recording, options: Options) -> Overview:
         DeviceWork(device, work, *measure_row(stretches))
         for device, work, stretches in _union_device_intervals_by_work(recording.columns, window)
     ]
-    return Overview(
-        Coverage.measure_coverage(recording),
-        window_ns,
-        steps_ns,
-        tuple(kinds) if options.state != "GPU" else (),
-        tuple(devices) if options.state != "CPU" else (),
-        options,
-    )
+    shown_kinds = tuple(kinds) if options.state != "GPU" else ()
+    shown_devices = tuple(devices) if options.state != "CPU" else ()
+    coverage = Coverage.measure_coverage(recording)
+    return Overview(coverage, window_ns, steps_ns, shown_kinds, shown_devices, options)
 
 
 class _Stretches(NamedTuple):
@@ -386,10 +382,8 @@ def _measure_communication_intervals(trace: Columns, calls: Int64s) -> tuple[Int
 
 def _sum_operations(trace: Columns, calls: Int64s, options: Options) -> list[OperationUse]:
     names, of_site = trace.describe_sites(lambda site: _describe_operation(site)[0])
-    is_wait, total_ns = (
-        trace.are_of_sites([_describe_operation(site)[1] for site in trace.sites])[calls],
-        trace.total_ns[calls],
-    )
+    is_wait = trace.are_of_sites([_describe_operation(site)[1] for site in trace.sites])[calls]
+    total_ns = trace.total_ns[calls]
     groups = Groups(of_site[trace.site[calls]], len(names))
     columns = (
         ~is_wait, sizes_of_copies(trace, calls), total_ns * ~is_wait, total_ns * is_wait, *trace.device_times(calls),

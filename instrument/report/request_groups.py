@@ -78,10 +78,9 @@ ROWS_WITH_NAMES = 1_000
 """The maximum number of requests whose attribute names are searched."""
 
 
-def group_attribute_values(values: Iterable[str | None], at_most: int) -> tuple[list[str], Int64s]:
+def group_attribute_values(values: Sequence[str | None], at_most: int) -> tuple[list[str], Int64s]:
     """Return the names of groups, and the group of each value. The most frequent values have their own groups, and all
     other values share a group. The group of None is `NONE`."""
-    values = list(values)
     counts = Counter(value for value in values if value is not None)
     largest = [value for value, _ in counts.most_common(at_most)]
     number = {value: place for place, value in enumerate(largest)}

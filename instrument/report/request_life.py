@@ -99,11 +99,8 @@ class RequestLife:
         keys = f", key {' '.join(map(printable, self.keys))}" if self.keys else ""
         name = shorten(printable(self.name) or "(no name)", LINE // 2)
         at = f"{number_text(self.begin_ns / 1e9)} s after the start of the trace, span {self.span_id}"
-        lines = [
-            *make_title_lines("Request Report"),
-            *wrap_text(f"{name}: {format_time(self.wall_ns, unit)} {unit}{error}{keys}"),
-        ]
-        lines.append(f"Began {at}")
+        summary = wrap_text(f"{name}: {format_time(self.wall_ns, unit)} {unit}{error}{keys}")
+        lines = [*make_title_lines("Request Report"), *summary, f"Began {at}"]
         if self.namesakes:
             spans = ", ".join(map(str, self.namesakes[:FEW]))
             lines += wrap_text(

@@ -59,13 +59,14 @@ class Options:
         return self.most if self.rows is None else self.rows
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> Options:
+    def from_mapping(cls, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Options:
         """Return options from a mapping. A value of None means the default. Raises `TypeError` for an unknown name."""
         names = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in names:
                 raise TypeError(f"there is no option {name!r}; allowed: {', '.join(names)}")
-        return cls(**{name: value for name, value in values.items() if value is not None})
+        settings = [*(defaults or {}).items(), *values.items()]
+        return cls(**{name: value for name, value in settings if value is not None})
 
     def __post_init__(self) -> None:
         choices: Mapping[str, Sequence[str]] = {

@@ -175,14 +175,13 @@ class Exporting:
         """Create the loop that reads the recording. No fork may happen meanwhile, because a child would inherit a
         half-done import."""
         self._read_by = sender
-        self.loop = export_loop.ExportLoop(self._note_export_end, self._note_unstored_rows)
+        self.loop = export_loop.ExportLoop(
+            self._note_export_end, lambda rows: self.handover.left.update(losses_by_name({"unstored": rows}))
+        )
 
     def _note_export_end(self, _: int, ended: EndedExport) -> None:
         self.loop, self._problem = None, ended.problem
         self.handover.left |= losses_by_name({"unread": ended.fates.get("unread", 0)})
-
-    def _note_unstored_rows(self, rows: int) -> None:
-        self.handover.left |= losses_by_name({"unstored": rows})
 
     def _read_own_recording(self, read: Callable[[ExportLoop, RecordingExport], bool]) -> bool:
         """Call `read`, which reads new rows of this process, and return its result. The result is True without a
@@ -353,11 +352,8 @@ class Exporting:
         is_done = False
         while not is_done:
             with self.lock.acquire_within(min(max(end - time.monotonic(), 0.0), TIMEOUT_MAX)) as is_acquired:
-                is_done = (
-                    not is_acquired
-                    or self._read_own_recording(export_loop.ExportLoop.send_now)
-                    or time.monotonic() > end
-                )
+                is_done = not is_acquired or self._read_own_recording(export_loop.ExportLoop.send_now)
+            is_done = is_done or time.monotonic() > end
             if not is_done:
                 time.sleep(FLUSH_POLL_S)
 

@@ -147,9 +147,7 @@ class Window:
         defaults = {
             "tracer_option": self.tracer_option, "state": self.state, "sorted_by": "total", "threads": "merged",
         }  # fmt: skip
-        return Options.from_mapping(
-            {**defaults, **{name: value for name, value in options.items() if value is not None}}
-        )
+        return Options.from_mapping(options, defaults)
 
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write this window to a file, and return the path. Raises `TraceError`. The file is a recording if the path
@@ -296,11 +294,8 @@ class _CollectorHandler:
         if exporter is None or settings != self._sending_by:
             exporter = self._exporter = sending.Exporter(settings, trace.origin, lambda: self._threads)
             self._sending_by = settings
-        exporter.own.origin, exporter.own.ids, self._threads = (
-            trace.origin,
-            session.recorded.id_generator(),
-            trace.threads,
-        )
+        exporter.own.origin, exporter.own.ids = trace.origin, session.recorded.id_generator()
+        self._threads = trace.threads
         before = exporter.count_fates()["exported"]
         size = sum(1 + len(span.device) for span in spans)
         delivery = exporter.send(_pack_window(spans, trace.columns, exporter))

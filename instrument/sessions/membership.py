@@ -204,9 +204,8 @@ class Membership:
                 save(str(answer["save"]))
                 self.send({"saved": True})
             if answer.get("wait"):
-                answer = self._await_answer(deadline.make_earlier_deadline(LEAST_S).seconds_for_last_wait()) or {
-                    "late": True
-                }
+                wait_s = deadline.make_earlier_deadline(LEAST_S).seconds_for_last_wait()
+                answer = self._await_answer(wait_s) or {"late": True}
             return answer
         finally:
             self.close()

@@ -92,11 +92,8 @@ class PublishedFacts:
                 if not any(rule.key or rule.batch for rule in profile.functions):
                     spans_per_request = 1  # no metric needs the spans of a request
             resource = {} if exporter is None else exporter.resource()
-            facts["export"] = export_facts.encode_facts(
-                export_facts.ExportFacts(
-                    recorded.id_generator(), resource, capture, spans_per_request, self._make_metered_facts()
-                )
-            )
+            settings = recorded.id_generator(), resource, capture, spans_per_request, self._make_metered_facts()
+            facts["export"] = export_facts.encode_facts(export_facts.ExportFacts(*settings))
         return facts
 
     def publish_gpus(self, gpus: Sequence[Gpu]) -> None:
@@ -198,18 +195,14 @@ class PublishedFacts:
             return
         self._books_ns = now_ns
         recorded = self._recorded
-        costs_ns = {
-            "probes": RECORDER.calls * recorded.account.compute_call_cost_ns(),
-            **recorded.account.read_cpu_ns(),
-        }
+        probes_ns = RECORDER.calls * recorded.account.compute_call_cost_ns()
+        costs_ns = {"probes": probes_ns, **recorded.account.read_cpu_ns()}
         losses, queued = recorded.account.losses(), request_meter.count_queued_tasks()
         self._publish_metered_facts(export_facts.MeteredFacts(0, losses=losses, costs_ns=costs_ns, queued=queued))
 
     def _publish_metered_facts(self, books: MeteredFacts) -> None:
-        calls, streams = (
-            self._list_function_marks(lambda rule: rule.metrics),
-            self._list_function_marks(lambda rule: rule.gen_ai),
-        )
+        calls = self._list_function_marks(lambda rule: rule.metrics)
+        streams = self._list_function_marks(lambda rule: rule.gen_ai)
         if self._recorded.profile.requests:
             calls = (*calls, request_meter.make_site_id(BLOCKED_LOOP))
         before, self._books = self._books, replace(books, calls=calls, streams=streams)

@@ -395,10 +395,7 @@ class Recorded:
         return report.default_views(options) if of_profile == Summary().views else of_profile
 
     def _report_options(self, options: Mapping[str, Any]) -> view.Options:
-        of_profile = self.read_report_options()
-        return view.Options.from_mapping(
-            {**of_profile, **{name: value for name, value in options.items() if value is not None}}
-        )
+        return view.Options.from_mapping(options, self.read_report_options())
 
     def read_report_options(self) -> dict[str, Any]:
         settings = self.profile.export.summary or Summary()

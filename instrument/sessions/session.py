@@ -144,6 +144,7 @@ class Session:
     _facts: PublishedFacts
     _membership: Membership
     gauge_watch: GaugeWatch
+    leaving: Leaving
 
     def __init__(self, profile: Profile, forget: Callable[[Session], None]) -> None:
         self._forget = forget
@@ -169,12 +170,8 @@ class Session:
         self.exporting = Exporting(
             recorded, facts, saving, membership, watch, prepare, lambda: self.threads.start_reader_thread()
         )
-        self.control = ControlThread(
-            self.generations,
-            membership,
-            self.exporting,
-            lambda: self.leaving.stop_on_thread if self._is_of_thread else None,
-        )
+        stop_on_thread = lambda: self.leaving.stop_on_thread if self._is_of_thread else None  # noqa: E731
+        self.control = ControlThread(self.generations, membership, self.exporting, stop_on_thread)
         self.threads = SessionThreads(self)
         self.leaving = Leaving(recorded, self.exporting, saving, membership, facts, self.stop)
         self.leaving.undos.append(lambda: forget(self))

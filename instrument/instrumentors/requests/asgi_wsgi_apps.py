@@ -314,10 +314,8 @@ class WsgiApp(ServedApp):
 
     def __init__(self, app: Any, exchanges: Exchanges) -> None:
         super().__init__(app, exchanges)
-        self._parts = (
-            app,
-            exchanges.get_arrivals("wsgi", _path_of_environ, _read_basic_environ_facts, _read_all_environ_facts),
-        )
+        readers = _path_of_environ, _read_basic_environ_facts, _read_all_environ_facts
+        self._parts = app, exchanges.get_arrivals("wsgi", *readers)
 
     def __call__(self, environ: dict[str, Any], start_response: StartResponse) -> Iterable[bytes]:
         app, arrivals = self._parts  # each attribute takes 0.05 us, as the class has a `__getattr__`

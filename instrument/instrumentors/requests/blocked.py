@@ -111,12 +111,8 @@ def attach_uvloop(module: ModuleType, limit_ns: int, recorder: Recorder = RECORD
         limit_ns = NEVER_NS  # scheduled callbacks still run
         places.is_on = False
 
-    return [
-        wrap_scheduling_method("call_soon"),
-        wrap_scheduling_method("call_soon_threadsafe"),
-        restore_call_later,
-        stop_timing_uvloop,
-    ]
+    undos = [wrap_scheduling_method(name) for name in ("call_soon", "call_soon_threadsafe")]
+    return [*undos, restore_call_later, stop_timing_uvloop]
 
 
 class _NamedCallback(functools.partial[None]):

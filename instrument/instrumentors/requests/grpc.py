@@ -435,10 +435,8 @@ def _attach_grpclib(module: Any, exchanges: Exchanges) -> list[Undo]:
         if grpc_status is not None and (exchange := current_exchange()) is not None:
             exchange.facts[RPC_STATUS] = grpc_status.name
 
-    undo_leave, undo_abort = (
-        note_calls(stream, "__aexit__", note_stream_exit),
-        note_calls(module, "_abort", note_abort),
-    )
+    undo_leave = note_calls(stream, "__aexit__", note_stream_exit)
+    undo_abort = note_calls(module, "_abort", note_abort)
     return [restore_request_handler, restore_send_message, restore_send_trailers, undo_leave, undo_abort]
 
 

@@ -110,12 +110,8 @@ def _attach_http_server(module: Any, exchanges: Exchanges) -> list[Undo]:
         flush(self)
         _count_written_parts(self.wfile, exchange)
 
-    return [
-        restore_handle_request,
-        restore_parse_request,
-        note_calls(handler, "send_response_only", note_status),
-        restore_flush_headers,
-    ]
+    undo_status = note_calls(handler, "send_response_only", note_status)
+    return [restore_handle_request, restore_parse_request, undo_status, restore_flush_headers]
 
 
 def _count_written_parts(file: Any, exchange: Exchange) -> None:

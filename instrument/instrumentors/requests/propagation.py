@@ -57,11 +57,8 @@ def read_configured_caller(headers: Mapping[bytes, bytes]) -> tuple[str, ...] | 
         context = trace.get_current_span(propagate.extract(carrier)).get_span_context()
         if not context.is_valid:
             return None
-        state = (
-            sanitise_tracestate(context.trace_state.to_header().encode("latin-1", "replace"))
-            if context.trace_state
-            else ""
-        )
+        header = context.trace_state.to_header() if context.trace_state else ""
+        state = sanitise_tracestate(header.encode("latin-1", "replace")) if header else ""
         return encode_parent(RemoteParent(context.trace_id, context.span_id, int(context.trace_flags), state=state))
     return None
 

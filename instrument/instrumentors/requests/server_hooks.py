@@ -444,11 +444,8 @@ class Requests(Instrumentor):
             why = f"at {', '.join(sorted(met))}"
             state = "attached" if sites or "mosec" in met.values() else "uncalled"
             verdict = Verdict(rule.text, state, rule.text, why, calls=calls or None)
-        return [
-            verdict,
-            *self._explain_unrecorded_requests(rule, sites, calls_of),
-            *self._explain_missing_routes(rule, sites, calls_of),
-        ]
+        unrecorded = self._explain_unrecorded_requests(rule, sites, calls_of)
+        return [verdict, *unrecorded, *self._explain_missing_routes(rule, sites, calls_of)]
 
     def _explain_unrecorded_requests(
         self, rule: RequestsRule, sites: list[Site], calls_of: Mapping[Site, int]
