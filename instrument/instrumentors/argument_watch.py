@@ -102,7 +102,9 @@ class ArgumentWatch:
 
     def make_summaries(self) -> dict[str, dict[str, Any]]:
         return {
-            label: {path: {**asdict(seen), "digests": sorted(seen.digests)} for path, seen in sorted(paths.items())}
+            label: {
+                path: {**asdict(values), "digests": sorted(values.digests)} for path, values in sorted(paths.items())
+            }
             for label, paths in sorted(self._seen.items())
             if paths
         }
