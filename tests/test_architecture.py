@@ -348,7 +348,7 @@ LINES_AND_FILES = {
     "device": (3_424, 10),
     "docs": (0, 0),
     "fleet": (147, 1),
-    "instrumentors": (11_198, 38),
+    "instrumentors": (11_200, 38),
     "native": (8_548, 27),
     "otlp": (5_080, 18),
     "profile": (2_533, 8),
