@@ -302,14 +302,10 @@ def attach_torch(torch: Any, patched: PatchedFunctions, *, initialised: Callable
     device until then."""
     used = _make_device_use_test(torch, patched.copies) if initialised is None else initialised
     compiling = get_is_compiling(torch)
-
-    def may_record_copies() -> bool:
-        return not compiling() and used()
-
     tensor = torch.Tensor
     fake = getattr(getattr(torch, "_subclasses", None), "FakeTensor", ())
     private = _find_private_backend(torch)
-    patched.ready, patched.stream = may_record_copies, _find_device
+    patched.ready, patched.stream = lambda: not compiling() and used(), _find_device
     patched.wrap_methods(tensor, (*CONVERTING, *([private] if private else [])), _skip_same(_read_conversion, fake))
     patched.wrap_methods(
         tensor, ("copy_",), lambda out, *call: None if isinstance(out, fake) else _read_copy(out, *call)

@@ -12,7 +12,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from instrument.instrumentors.functions import Undo, replace_attribute, undo_all
-from instrument.recorder.recorder import RECORDER, Recorder
+from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import Site
 from instrument.runtime import imports
 
@@ -47,7 +47,7 @@ def _get_eval_frame(torch: Any) -> Any:
 REPLAY = Site("CUDA graph replay", "op", "torch.cuda", "CUDAGraph.replay", device=True)
 
 
-def watch_graph_replays(recorder: Recorder = RECORDER) -> Undo:
+def watch_graph_replays() -> Undo:
     """Record each replay of a CUDA graph, even if torch is imported later. Return the function that stops this."""
     undos: list[Undo] = []
 
@@ -56,7 +56,7 @@ def watch_graph_replays(recorder: Recorder = RECORDER) -> Undo:
         graph: Any = getattr(getattr(torch, "cuda", None), "CUDAGraph", None)
         has_device = getattr(version, "cuda", None) or getattr(version, "hip", None)
         if has_device and isinstance(graph, type) and "replay" in vars(graph):
-            undos.append(replace_attribute(graph, "replay", recorder.wrap(vars(graph)["replay"], REPLAY)))
+            undos.append(replace_attribute(graph, "replay", RECORDER.wrap(vars(graph)["replay"], REPLAY)))
 
     undos.append(imports.install_import_hook("torch".__eq__, attach_to))
     torch = sys.modules.get("torch")

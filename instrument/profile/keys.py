@@ -163,14 +163,13 @@ def make_section_schema(section: str) -> Shape:
     return {"$ref": f"#/$defs/{section}"}
 
 
-_PAIR = "[start, end]: skip start steps, record up to end, once; 0 <= start < end."
-_STEPS = {
+PAIR_OF_STEPS: Shape = {
+    "description": "[start, end]: skip start steps, record up to end, once; 0 <= start < end.",
     "type": "array",
     "minItems": 2,
     "maxItems": 2,
     "items": {"anyOf": [SHAPES[make_whole_number_reader(0)], REFERENCE]},
 }
-PAIR_OF_STEPS: Shape = {"description": _PAIR, **_STEPS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,10 +243,7 @@ class Comparison(View):
         ]
 
     def header_lines(self) -> list[str]:
-        return [
-            *(line for sentence in self.sentences() for line in wrap_text(sentence)),
-            f"Time unit: {self._options.unit}",
-        ]
+        return [*(line for words in self.sentences() for line in wrap_text(words)), f"Time unit: {self._options.unit}"]
 
     def _limit_rows(self, changes: Sequence[Change]) -> tuple[Change, ...]:
         sums = ("calls_before", "calls_after", "share_ratio")

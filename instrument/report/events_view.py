@@ -113,7 +113,7 @@ def split_overhead(tally: Tally, total_ns: int, state: str) -> Overhead:
     return Overhead(total_ns, computation_ns if is_known else None, waiting_ns)
 
 
-def _split_service_time(tally: Tally, state: str, computes: Callable[[Site], bool]) -> tuple[int, int, int]:
+def _split_service_time(tally: Tally, state: str, computes: Callable[[Site], bool]) -> list[int]:
     count = len(tally.parents)
     sums = tally.sum_by_group(np.arange(count), count)
     calls, times, waited = (sums[name].tolist() for name in ("calls", TIMES[state], "waiting_ns"))
@@ -139,8 +139,7 @@ def _split_service_time(tally: Tally, state: str, computes: Callable[[Site], boo
         into = below[parents[node] if parents[node] >= 0 else count]
         for part, part_ns in enumerate((of_children_ns, computation_ns, waiting_ns)):
             into[part] += part_ns
-    whole_ns, computation_ns, waiting_ns = below[count]
-    return whole_ns, computation_ns, waiting_ns
+    return below[count]
 
 
 def _read_declared_phase(site: Site) -> object:

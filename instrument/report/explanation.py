@@ -22,18 +22,20 @@ from instrument.errors import TraceError
 from instrument.recording.spans import EXECUTOR_QUEUE
 from instrument.report import causes as listed
 from instrument.report.causes import CAUSES, CauseTimes, Proof, measure_resource_wait, read_host_gauges
-from instrument.report.request_groups import attribute_values, choose_places_evenly, mask_known_endpoint
-from instrument.report.request_life import find_requests_by_key
-from instrument.report.requests_view import A_REQUEST
-from instrument.report.section import Section, View
-from instrument.report.similar_requests import (
+from instrument.report.request_groups import (
     ENOUGH,
     NEAREST,
     POOL,
+    attribute_values,
     choose_median_requests,
+    choose_places_evenly,
     estimate_slow_threshold_ns,
     find_similar_requests,
+    mask_known_endpoint,
 )
+from instrument.report.request_life import find_requests_by_key
+from instrument.report.requests_view import A_REQUEST
+from instrument.report.section import Section, View
 from instrument.report.table import (
     compute_share,
     format_percent,
