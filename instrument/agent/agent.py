@@ -27,7 +27,7 @@ REQUEST_TIMEOUT_S = 30.0
 
 
 class Questions:
-    """Forwards commands, such as `off` or `reload`, to processes, and the answers back to the command."""
+    """Forwards commands of the user, such as `off` or `reload`, to processes, and returns the processes' answers."""
 
     def __init__(self, loop: EventLoop, runs: Runs) -> None:
         self._loop = loop
@@ -63,7 +63,8 @@ class Questions:
             connection.is_broken = True
 
     def _start_scrape(self, connection: Connection, run: str) -> None:
-        """Give one end of a socket pair to the command, and the other end to the exporter, which writes the metrics."""
+        """Give the asking connection one end of a socket pair. The exporter writes the run's metrics to the other
+        end."""
         asked_run = next((member for member in self._runs if member.name == run), None)
         ours, theirs = socket.socketpair()
         with ours, theirs:
@@ -137,7 +138,7 @@ class Agent:
     - `run`: the only run to serve. If it is None, the agent serves any process until a signal comes
     - `folder`: the folder for recordings from which the report of a run is made
     - `captures`: the folder for captures of processes that vanished
-    - `says`: called with each message that cannot be printed by a process of the run
+    - `says`: called with each message that neither a standard error nor the system's log accepts
     """
 
     def __init__(

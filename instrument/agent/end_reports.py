@@ -33,14 +33,14 @@ PIPE_WAIT_MS = 50
 """Milliseconds to wait while the pipe to a process's standard error is full, before the message is cut."""
 
 MESSAGE_SUFFIX = ".txt"
-"""The suffix of a text file, next to a capture, with a message that could not be printed."""
+"""The suffix of a text file with a message that could not be printed. The file is next to the capture."""
 
 _PIDFD_GETFD = 438
 """The number of the system call pidfd_getfd(2), the same on all architectures. Python has no function for it."""
 
 
 def deliver_message(says: Says, run: Run, text: str, process: Process | None = None) -> None:
-    """Write a message to the standard error of a process, by default of the run.
+    """Write a message to the standard error of a process, or of the run if `process` is None.
 
     The fallbacks are the system's log, then `says`, or without `says` a text file next to the capture.
     """
@@ -92,7 +92,8 @@ def _write_to_path(path: str, data: bytes) -> bool:
 
 
 def _open_descriptor(path: str) -> int:
-    """Open a path for writing. `/proc/PID/fd/N` gives a duplicate of that descriptor, which shares the file offset."""
+    """Open a path for writing. The path `/proc/PID/fd/N` gives a duplicate of the process's descriptor N, with the same
+    file offset."""
     parts = Path(path).parts
     if parts[1:2] == ("proc",):
         with suppress(OSError, AttributeError, ImportError):
@@ -173,7 +174,7 @@ def make_report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callabl
 
 
 def list_processes_of_earlier_agent(folder: Path, run: Run) -> list[ReportedProcess]:
-    """Return the processes of a run that ended under an earlier agent, according to the files that the agent left."""
+    """Return the processes that ended under an earlier agent of a run, according to the files that this agent left."""
     known_paths, parts = {run.folded, *(process.saved for process in run.processes)}, []
     for path, of in _list_report_files(folder):
         saved = str(path.readlink() if path.is_symlink() else path)
@@ -417,7 +418,7 @@ def combined_report(
 
 
 def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
-    """Merge recordings into a file of bounded size. Remove the merged files that are in the folder of that file."""
+    """Merge recordings into the file `into`, which has a bounded size. Remove the merged files from its folder."""
     from instrument.errors import TraceError
     from instrument.trace import file
     from instrument.trace.merge import fold_recordings

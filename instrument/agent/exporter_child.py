@@ -155,7 +155,7 @@ class GaugeThread:
             self._thread.start()
 
     def report_hanging_driver(self, now: float) -> None:
-        """Send each process a note if a reading takes longer than `HANG_S`, because the driver hangs."""
+        """Send each process a note that the driver hangs, if a reading takes longer than `HANG_S`."""
         if now - self._busy_at <= HANG_S:
             self._silent.clear()
             return

@@ -364,8 +364,8 @@ def exports_spans(process: Process) -> bool:
 
 
 def _read_checkpoint(memory: int, generation: int) -> tuple[Progress, int]:
-    """Return the progress of the export of a session, and the number of unread rows. Another session of the process,
-    which has the same recording, counts the rest."""
+    """Return the export progress of a session, and the number of unread rows. For an earlier session of the process,
+    the number is 0."""
     with closing(ExportCheckpoint(memory)) as place:
         progress, is_current = place.read_progress(), generation in (0, read_generation(memory))
         is_of_session = generation in (0, progress.generation)

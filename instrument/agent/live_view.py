@@ -55,7 +55,7 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A table row of the live view on the ended requests of one name."""
+    """A table row of the live view for all ended requests with the same name."""
 
     name: str
     requests: int
@@ -68,7 +68,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A table row of the live view on a site. `ratio` is its share of the self time of all sites."""
+    """A table row of the live view for one site. `ratio` is the site's share of the self time of all sites."""
 
     name: str
     calls: int
@@ -300,7 +300,7 @@ def _endpoint_rows(tally: Tally, grown: Sequence[Tally], windows_ns: Sequence[in
 
 
 def _site_rows(tally: Tally) -> tuple[Place, ...]:
-    """Sum the calls by site, the largest self time first. Interruptions are part of other calls, and are left out."""
+    """Sum the calls by site, the largest self time first. Garbage collections and blocked event loops are left out."""
     keys = [None if is_interruption(site) else (site.name, site.key) for site in tally.tree.sites]
     sums = [(name, tally.total_of_lines(places)) for (name, _), places in tally.lines_by_key(keys).items()]
     whole_ns = sum(totals.self_ns for _, totals in sums)

@@ -207,8 +207,8 @@ class EventLoop:
         self.selector.register(connection, selectors.EVENT_READ)
 
     def _handle_first_packets(self) -> None:
-        """Handle the first packets of new connections, by which processes join. Later packets may be about these
-        processes."""
+        """Handle the first packet of each new connection, by which a process joins. Packets of other connections may
+        refer to that process."""
         self._accept(0)
         for connection in list(self._silent):
             if connection in self._silent:

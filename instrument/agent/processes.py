@@ -163,7 +163,7 @@ class Run:
     - `waiting`: the connection of the process that waits for the report, and will print it
     - `captures`: the number of captures of vanished processes
     - `is_scraped`: True after the first scrape of the run
-    - `stderr`: the standard error of the first process. Until that joins, the standard error of another process
+    - `stderr`: the standard error of the first process, or of another process until the first one joins
     - `folded`: the file into which the oldest ended processes are merged
     - `folded_ends`: the number of merged processes, by the way they ended
     - `unfolded`: the number of recordings that could not be read and merged
@@ -237,9 +237,10 @@ def exit_fd_of(pid: int, started: int) -> int:
 
 
 def find_exit_fd_by_variable(variable: str, value: str) -> int:
-    """Find a process with a variable of this value in its environment. Children of this process do not count.
+    """Find a process with a variable of this value in its environment. The caller's own process and its children are
+    skipped.
 
-    Return a descriptor that becomes readable when that process ends, or -1 if there is no such process.
+    Return a descriptor that becomes readable when the process ends, or -1 if there is no such process.
     """
     entry, own_pid = os.fsencode(f"{variable}={value}"), os.getpid()
     for path in agent_socket.list_matching_paths(PROC, "[0-9]*"):

@@ -64,7 +64,7 @@ class Runs:
     - `own_run`: the only run of the agent, or None if any process may join
     - `folder`: the folder for recordings from which the report of a run is made
     - `captures`: the folder for captures of processes that vanished
-    - `says`: called with each message that cannot be printed by a process of the run
+    - `says`: called with each message that neither a standard error nor the system's log accepts
     - `changed`: called when the agent may have nothing left to do
     """
 
@@ -213,8 +213,8 @@ class Runs:
     # ---------------------------------------------------------------- who leaves
 
     def handle_goodbye(self, process: Process, facts: dict[str, Any], *, is_answered: bool) -> None:
-        """Answer the goodbye of a process. The answer asks the process to save its recording, or to print the run's
-        report if it is the last process."""
+        """Answer the goodbye of a process. The answer may ask the process to save its recording. The last process is
+        asked to print the run's report."""
         connection, run = process.connection, process.run
         process.goodbye = facts
         unmet, process.has_requests = facts.get("unmet"), process.has_requests or bool(facts.get("requests"))

@@ -63,7 +63,7 @@ class Unseen:
             self._search_processes()
 
     def _search_processes(self) -> None:
-        """Note the reason why each new process, or process with a changed command, has no session."""
+        """Note the reason why a process has no session, if the process is new or its command has changed."""
         with suppress(OSError):
             living = {int(name) for name in os.listdir(PROC) if name.isdecimal()}  # noqa: PTH208 - only the names
             for pid in self._family.keys() - living:

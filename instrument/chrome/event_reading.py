@@ -260,7 +260,7 @@ class OwnId(msgspec.Struct, frozen=True, gc=False):
 
 
 class OwnEvent(msgspec.Struct, Generic[SomeArguments], gc=False):
-    """An event of a file that `dump` has written, except samples. `SomeArguments` has some fields of `Arguments`."""
+    """An event, but no sample, of a file that `dump` has written. `SomeArguments` has some fields of `Arguments`."""
 
     ph: Literal["X", "b", "e", "n", "s", "f", "M"]
     ts: float = np.nan
@@ -274,7 +274,8 @@ class OwnEvent(msgspec.Struct, Generic[SomeArguments], gc=False):
 class OwnDecoder:
     """Decodes the events of a file that `dump` has written.
 
-    The arguments get only the fields that the file has had so far, because each field takes time for each event.
+    The decoder knows only the fields of arguments that have occurred in the file, because each field takes time at
+    every event.
     """
 
     def __init__(self) -> None:

@@ -191,8 +191,8 @@ NAMELESS = "(no name)"
 _LONGEST_EPOCH = 20
 
 ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
-"""Times from `ABSOLUTE_US` microseconds on count from 1970. Up to `MOST_AT_ZERO` slices at time 0 wait for such a
-time."""
+"""The smallest time in microseconds that counts from 1970. Up to `MOST_AT_ZERO` slices at time 0 are kept back until
+such a time occurs."""
 
 
 class _Facts(NamedTuple):

@@ -54,7 +54,7 @@ class ShownProcess(NamedTuple):
 
     - `pid`: the number in the viewer, unique in the file
     - `label`: the real process id and the host, if the viewer must show them
-    - `facts`: the trace of the process
+    - `facts`: a trace with the names of the threads
     """
 
     pid: int
@@ -106,7 +106,7 @@ class ShownProcesses:
 
 
 class Board:
-    """The lanes of a file. A lane is a pair of process id and thread id, and is added at the first request."""
+    """The lanes of a file. A lane is a pair of process id and thread id, and is added at its first use."""
 
     def __init__(self, processes: ShownProcesses) -> None:
         self.processes = processes
@@ -214,8 +214,8 @@ def iterate_rows(*numbers: NDArray[Any]) -> Iterator[tuple[int, ...]]:
 class Spans:
     """The spans of a file, sorted by start time. Spans with the same start are sorted by length, the longest first.
 
-    - `row`: the row of each span in the trace
-    - `place_of`: the index of each row of the trace in this order
+    - `row`: the trace's row of each span
+    - `place_of`: the index of the span of each trace row
     - `start_ns`, `end_ns`: times since the base time of the file
     """
 
@@ -263,8 +263,8 @@ class OrderedIntervals:
     """The device intervals of a file, sorted by start time. Intervals that begin at the same time are sorted by length,
     the longest first.
 
-    - `owner`: the index of the span of each interval
-    - `number`: the number of each interval among the intervals of the span
+    - `owner`: the index of each interval's span
+    - `number`: the number of each interval within its span
     """
 
     def __init__(self, spans: Spans, base_ns: int) -> None:
@@ -289,10 +289,9 @@ def split_into_batches(count: int) -> Iterator[tuple[int, int]]:
 
 
 class BatchMarks(NamedTuple):
-    """Marks on the lanes of requests, which show the begin of each batch that serves the request.
+    """Marks on the lanes of requests. Each mark shows the begin of a batch that serves the request.
 
-    - `batch`: the span of the batch of each mark
-    - `request`: the span of the request of each mark
+    - `batch`, `request`: the indexes of each mark's batch and request among the spans
     - `left_out`: the number of pairs of batch and request that get no mark
     """
 
@@ -318,9 +317,9 @@ class BatchMarks(NamedTuple):
 class Arrows:
     """The arrows of a file, from spans to called spans, launched device intervals and marks of requests.
 
-    A slice has at most one bind id, the span where its arrow begins (`binds` for spans, `ties` for intervals). An arrow
-    that needs a second bind id is a pair of events, to a span in `called` or an interval in `launched`. `left_out`
-    counts the arrows that are not drawn.
+    - `binds`, `ties`: the bind id of each span and of each interval, or `NONE`. It is the span where the arrow begins
+    - `called`, `launched`: the spans and intervals to which arrows are drawn as pairs of events
+    - `left_out`: the number of arrows that are not drawn
     """
 
     def __init__(self, spans: Spans, intervals: OrderedIntervals) -> None:

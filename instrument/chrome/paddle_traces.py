@@ -61,7 +61,7 @@ _LANE = re.compile(r"([0-9]{1,18})\((?:Python|C\+\+)\)")
 _THREAD = re.compile(r"(thread [0-9]+:.*)\((?:Python|C\+\+)\)", re.DOTALL)
 _SINCE_FIRST = re.compile(r"([0-9]{1,15})\.([0-9]{3}) us")
 _COPIES = ("memcpy", "memorycopy", "memset")
-"""Words in the lower-case name of a range that mark a memory copy."""
+"""Words that mark a memory copy if the lower-case name of a range contains them."""
 _COPY = re.compile(r"GpuMemcpy(Sync|Async)(?:\(same_gpu\))?:(CPU|GPU)->(CPU|GPU)")
 _WAYS = {("CPU", "GPU"): "h2d", ("GPU", "CPU"): "d2h", ("GPU", "GPU"): "d2d"}
 _PLACE = re.compile(r"Place\(([a-z_]+)(?::([0-9]{1,9}))?\)")
@@ -72,7 +72,7 @@ ignored."""
 
 
 def interpret_event(category: str, name: str) -> tuple[str, Meaning] | None:
-    """Return the name of an event without the duration that Paddle appends, and the meaning of the category.
+    """Return an event's name and meaning. The duration that Paddle appends to the name is removed.
 
     Return None if the category is not Paddle's.
     """

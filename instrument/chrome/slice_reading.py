@@ -193,7 +193,7 @@ class Slices:
         return Rows(order, invert_order(order), start_ns, end_ns, line, *further)
 
     def _match_slice_ends(self, end_ns: Int64s, line_of_row: Int64s, clipped: Bools) -> tuple[Int64s, int]:
-        """Set the lines of the slices with begin events, and find their ends unless they are known.
+        """Set the lines of slices that have begin events. Find their ends, unless the file gives their lengths.
 
         Return the order of all slices in the file, and the number of end events without a begin event.
         """
@@ -235,7 +235,7 @@ class Slices:
 
 
 def _sort_rows(start_ns: Int64s, end_ns: Int64s, order_in_file: Int64s) -> Int64s:
-    """Return the order of rows by start, the longest first. Rows with equal starts and ends keep their order."""
+    """Return the order of rows by start. Of equal starts, the longest row is first. Equal rows keep their order."""
     before, after = slice(None, -1), slice(1, None)
     ties = (end_ns[after] < end_ns[before]) | (
         (end_ns[after] == end_ns[before]) & (order_in_file[after] > order_in_file[before])
@@ -442,7 +442,7 @@ def _read_numbers(arguments: Sequence[Any], name: str) -> Int64s:
 
 
 def _read_values(arguments: Sequence[Any], name: str) -> list[tuple[int, Any]]:
-    """Return the values of a field that are set, with their places."""
+    """Return the index and the value of each item of `arguments` that has the field `name`."""
     values = _read_field(arguments, name, UNSET)
     if values.count(UNSET) == len(values):
         return []
@@ -463,7 +463,8 @@ def _find_roots(span_id: Int64s, parent_id: Int64s, root_id: Int64s) -> Int64s:
 
 
 _PLAIN = bytes(set(range(0x20, 0x7F)) - {*b"[{"})
-"""The bytes that may follow the first `{` of a flat JSON object, which needs no check."""
+"""The bytes that may follow the first `{` of a JSON object. An object without other bytes is flat, and needs no
+check."""
 
 
 def _check_attributes(text: bytes) -> None:

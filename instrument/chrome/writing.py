@@ -42,7 +42,7 @@ from instrument.trace.trace import Trace
 
 
 SPARE_BINDS = 1 << 63
-"""A bit that is set in all our bind ids, which differ by it from the ids of `s` and `f` arrows."""
+"""A bit that is set in all our bind ids. The ids of `s` and `f` arrows do not have this bit."""
 
 
 NOT = repeat(UNSET)

@@ -96,8 +96,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """The numbers of two parameters of `mallopt`, from `malloc.h` of glibc."""
 
 LARGEST_REUSED_BYTES, MOST_KEPT_BYTES = 32 << 20, 256 << 20
-"""Larger freed arrays go back to the kernel. At the end of the heap, up to `MOST_KEPT_BYTES` of free memory are
-kept."""
+"""The maximum size of an array whose freed memory is reused, and the maximum free memory that is kept at the end of the
+heap."""
 
 SUFFIXES = (".npz", ".json", ".json.gz")
 """The suffixes of files to read in a folder. Of two files that differ only in the suffix, the earlier suffix wins."""

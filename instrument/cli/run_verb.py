@@ -137,7 +137,7 @@ def _original_environment() -> dict[str, str]:
     """Return the environment for the service.
 
     `opentelemetry-instrument` removes itself from PYTHONPATH in this process. The initial environment is then returned,
-    so that it also instruments the service.
+    so that OpenTelemetry also instruments the service.
     """
     file = getattr(sys.modules.get("sitecustomize"), "__file__", None)
     folder = os.path.dirname(os.path.abspath(file)) if file else ""  # noqa: PTH100, PTH120 - as on the path

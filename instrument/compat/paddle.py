@@ -178,7 +178,7 @@ class _Exporter(InBackground):
 def export_chrome_tracing(dir_name: str | os.PathLike[str], worker_name: str | None = None) -> Handler:
     """Return a handler that writes a Chrome trace of each window into a folder.
 
-    The file name has the number of the process and of the window, after `worker_name` or the name of the service.
+    The file name is `worker_name` or the name of the service, with the process id and the number of the window.
     """
     return _Exporter(make_chrome_handler(dir_name, worker_name))
 

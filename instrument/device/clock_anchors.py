@@ -23,7 +23,8 @@ READ_NS = 200_000
 
 ANCHOR_NS = 10**9
 ANCHOR_PAUSE_NS = 10**7
-"""The first pause in ns after a busy device allowed no anchor. Each further failure doubles the pause."""
+"""The first pause in ns between two attempts to take an anchor on a busy device. Each further failure doubles the
+pause."""
 
 ANCHORS_KEPT = 16
 FARTHEST_NS = 4 * 10**9
@@ -48,7 +49,7 @@ JUMP = 2e-3
 READINGS = 3
 
 LOOSE_NS = 5 * 10**5
-"""The uncertainty in ns of an anchor above which another anchor is taken soon."""
+"""The maximum uncertainty of an anchor in ns. After an anchor with more, another anchor is taken soon."""
 
 _GRAINS_NS = (0.0, *(2.0 ** (bits - 24) * 1e6 for bits in range(1, 24)))
 
@@ -97,7 +98,7 @@ class Anchor:
     - `rate`: host nanoseconds per device nanosecond up to the next anchor, 0 without a next anchor
     - `lead`: the difference of the host's clock to CLOCK_MONOTONIC_RAW
     - `lead_rate`: the growth of `lead` per nanosecond up to the next anchor
-    - `bend_ns`: the deviation of that growth from the growth before this anchor
+    - `bend_ns`: the maximum deviation of the next anchor's `lead` from a value that the earlier growth predicts
     """
 
     event: Any
@@ -274,8 +275,8 @@ class Anchors:
         return 0, AnchoredMoment(host_ns, round(uncertainty_ns), is_near)
 
     def _measure_rate_change(self, lead: Lead) -> float:
-        """Return how far the host's clock has deviated from its earlier rate since the newest anchor, in
-        nanoseconds."""
+        """Return the maximum deviation of the host's clock, in nanoseconds, from the time that its rate before the
+        newest anchor predicts."""
         before, usual = self._anchors[-1].lead, self._anchors[-2].lead_rate if len(self._anchors) > 1 else None
         bent_ns = abs(lead.lead_ns - before.lead_ns - (usual or 0.0) * (lead.at_ns - before.at_ns))
         return bent_ns + before.uncertainty_ns + lead.uncertainty_ns

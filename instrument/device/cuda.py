@@ -272,8 +272,7 @@ class CudaDriver:
         self._call_driver(self._driver.cuEventDestroy, event)
 
     def new_stream(self) -> tuple[int, int]:
-        """Make a stream of the highest priority that does not wait for the default stream. Return the driver's error
-        code and the stream."""
+        """Make a non-blocking stream of the highest priority. Return the driver's error code and the stream."""
         error, priorities = self._call_driver(self._driver.cuCtxGetStreamPriorityRange)
         if error:
             return error, 0
@@ -374,8 +373,8 @@ class NumbaStreams:
     def find_last_stream(self, _: int | None = None) -> Stream | None:
         """Return the stream that the calling thread last used with numba.
 
-        Before the first use nothing is timed. An event on the default stream would make later work wait for every
-        blocking stream.
+        Before the first use, the handle is `UNREPORTED`, and nothing is timed. An event on the default stream would
+        block other streams.
         """
         index = self._driver.current_device()
         return None if index < 0 else (index, getattr(self._thread, "stream", UNREPORTED))

@@ -23,7 +23,7 @@ STREAMS_KEPT = 256
 
 
 class Times(Protocol):
-    """The methods of the timer that a pair calls."""
+    """The part of the timer's interface that a pair uses."""
 
     def begin(self, site: Any, attributes: Any, span_id: int, /) -> Pair | Untimed | None: ...
     def begin_next_step(self, whole: Pair, /) -> None: ...
@@ -220,7 +220,8 @@ LAUNCH_NS = 20_000
 """A device interval that ends within this many ns after its span is labelled launch-bound."""
 
 SHORT = 20
-"""A device interval shorter than this many empty intervals is labelled launch-bound."""
+"""A device interval is labelled launch-bound if it is shorter than this multiple of the shortest measurable
+interval."""
 
 RECENT = 256
 """The number of newest intervals per stream that are compared with other streams' intervals."""

@@ -271,8 +271,8 @@ _forking = local()
 
 
 class Gauges(GaugeSources):
-    """Reads this process's gauges on its own thread, as the profile's `device` selects them. Each reading is passed to
-    `keep`.
+    """A thread that reads this process's gauges and passes each reading to `keep`. The profile's `device` selects the
+    gauges.
 
     `find_room` returns the recording's memory for samples. Any thread may call `begin` and `stop`.
     """
@@ -384,7 +384,7 @@ def _hook_forks() -> None:
 
 
 def _before_fork() -> None:
-    """Wait until no thread is inside NVML and torch, because a child process could never release their locks."""
+    """Wait until no thread is inside NVML or torch's allocator. A child process could never release the locks there."""
     running = _running
     _forking.gauges = running if running is not None and running.inside.acquire(timeout=FORK_WAIT_S) else None
 

@@ -27,7 +27,7 @@ from instrument.runtime.unpatched import Event, sleep
 
 FIRST = 64
 CHUNK = 256
-"""The minimum number of pairs by which a pool grows. It grows when fewer pairs are free."""
+"""The number of free event pairs below which a pool grows. A pool grows by at least this number."""
 
 LOW = 64
 """The number of free event pairs at which the resolver is woken early."""
@@ -41,7 +41,7 @@ POLL_S = (0.05, 0.1)
 
 WATCH_S = 5e-5
 WATCHES = 300
-"""The maximum number of successive polls for the next end of a pair on a busy device."""
+"""The maximum number of successive polls of a busy device while no pair ends."""
 
 MEASURED_AT_ONCE = 1000
 """The maximum number of pairs in one call of the driver, which then takes a millisecond."""
@@ -53,10 +53,10 @@ INTERRUPTED = -2
 """The error code of an event pair that was interrupted. The state of its events is unknown."""
 
 ROW_NS = 10**7
-"""The maximum ns after a span's end within which its second event is recorded."""
+"""The maximum ns from a span's end until the span's second event is recorded."""
 
 NOTE_NS = 2 * 10**7
-"""The minimum ns between two updates of the time until which all device times are known."""
+"""The minimum ns between two calls that publish `settled_ns`."""
 
 STOP_NS = 10**9
 STOP_POLL_S = 0.001
@@ -291,9 +291,9 @@ class Resolver:
             self.count_error(context, error)
 
     def watch_busy_devices(self) -> bool:
-        """Poll devices that are too busy for anchors until a pair ends. Return True if a pair has ended.
+        """Poll busy devices until a pair ends. Return True if a pair has ended.
 
-        The end of a pair can serve as an anchor if it is read at once.
+        The end of a pair, if read at once, replaces an anchor: an event with a known host time.
         """
         watched = [self._watch_context(context) for context in list(self.contexts.values()) if context.alive]
         return any(watched)
@@ -387,8 +387,7 @@ class Resolver:
     def _use_end_as_anchor(
         self, context: Context, stream: int, waiting: list[Pair], answers: list[Answer]
     ) -> list[Answer]:
-        """Use the newest end of a pair as an anchor. Offsets are removed from the answers, because they refer to older
-        anchors."""
+        """Use the newest end of a pair as an anchor. Offsets from an older anchor are removed from the answers."""
         last = max((index for index, (error, _, _) in enumerate(answers) if not error), default=None)
         if last is None:
             return answers
@@ -435,8 +434,7 @@ class Resolver:
         self._store_interval(whole.span_id, context.device, stream, start_ns, end_ns, label, uncertainty_ns)
 
     def _add_deferred_intervals(self, whole: Pair) -> None:
-        """Add the intervals of a span on several streams. If possible, launch-bound intervals are left out, because
-        their streams may have had no work."""
+        """Add a span's intervals on several streams. Launch-bound intervals are left out if other intervals remain."""
         deferred = whole.deferred or []
         worked = [times for times in deferred if times.label != "launch-bound"]
         worked = worked or [times for times in deferred if not times.is_side] or deferred

@@ -219,9 +219,10 @@ class Timer:
         self.wake()
 
     def _retry_record_in_context(self, context: Context, event: Any, stream: int, refused: int) -> int:
-        """Record an event again, in the context of the event, after a failure. Return the driver's answer.
+        """Record an event again after a failure, with the event's context as the current one. Return the driver's
+        answer.
 
-        `refused` is the answer to the first attempt, and is returned if another context would not help.
+        If another context would not help, return `refused`, the answer to the first attempt.
         """
         driver = self.driver
         is_other = -refused == cuda.BAD_HANDLE and stream <= cuda.PER_THREAD

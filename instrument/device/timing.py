@@ -40,7 +40,7 @@ raw_clock = partial(time.clock_gettime_ns, time.CLOCK_MONOTONIC_RAW)
 class Timing:
     """Switches device times on and off for one session.
 
-    `reason` is one line that explains why device time is missing or costs more.
+    `reason` is one line that explains why device times are missing, or why they cost more than usual.
     """
 
     _numba: cuda.NumbaStreams

@@ -38,7 +38,7 @@ ITEMS = 64
 """The maximum number of items to examine in a sequence or mapping."""
 
 DIGESTS = 4096
-"""The maximum number of digests per argument path, and of numbered objects."""
+"""The maximum number of digests per argument path."""
 
 ATTRIBUTES = 60
 """The maximum number of attributes to examine in an object."""

@@ -229,7 +229,8 @@ def attach_numba(module: Any, patched: PatchedFunctions) -> None:
 
 
 def _read_device(array: Any) -> tuple[Any]:
-    """Return the number of an array's device in a tuple, because a plain None would mean the host."""
+    """Return a tuple with the number of an array's device. Without the tuple, an unknown number (None) would mean the
+    host."""
     context = getattr(getattr(array, "gpu_data", None), "context", None)
     return (getattr(getattr(context, "device", None), "id", None),)
 
@@ -248,8 +249,8 @@ def attach_cuda(module: Any, patched: PatchedFunctions) -> None:
 
 
 def _wrap_cuda_function(patched: PatchedFunctions, module: Any, name: str, names: Sequence[str]) -> None:
-    """Record the calls of CUDA's copy function `name`, which has the parameters `names`. A function whose direction
-    only the driver knows is left out."""
+    """Record the calls of CUDA's copy function `name`, which has the parameters `names`. Without a parameter for the
+    direction of the copy, nothing is recorded."""
     typed = _TYPED.match(name)
     peer = next((place for place in ("Context", "Device") if f"src{place}" in names), None)
     is_described = "pCopy" in names and "Peer" not in name

@@ -46,8 +46,8 @@ NOWHERE = object()
 Stream = Callable[[Any, Any], Any]
 """A function that returns the stream of a call, as an object or address, from `args` and `kwargs`.
 
-- None: the framework's current stream.
-- `Work`: the current stream of other devices.
+- None: the framework's current stream on the current device.
+- `Work`: the current streams of the devices in the `Work`.
 - `NOWHERE`: unknown before the call.
 """
 

@@ -214,8 +214,8 @@ class Entries(Observer):
 
 
 class Frameworks(Instrumentor):
-    """The instrumentor of a session's framework rules. `layers()` returns the instrumentor of layer rules, which Keras
-    needs."""
+    """The instrumentor of a session's framework rules. Keras also needs the instrumentor of layer rules, from
+    `layers()`."""
 
     def __init__(
         self,

@@ -80,8 +80,8 @@ class Probe:
             self._places.append(replace_attribute(owner, attribute, self.wrapped))
 
     def _put_in_target(self, function: Any) -> Any:
-        """Put a function in place of the target's function. A property also gets its name again, which error messages
-        need."""
+        """Put a function in place of the target's function. A property's name, which Python shows in error messages, is
+        set again."""
         value = self.target.put(function)
         if isinstance_of(self.target.raw, property):
             property.__set_name__(self.target.raw, self.target.owner, self.target.attribute)  # type: ignore[attr-defined]
@@ -320,7 +320,7 @@ class Instrumentor(ABC):
 
 
 class Switch(Instrumentor):
-    """The base class of instrumentors whose key in the profile is `auto` or `off`. For `off`, `rules` is empty."""
+    """The base class of instrumentors that a profile sets to `auto` or `off`. For `off`, `rules` is empty."""
 
     key: ClassVar[str]
     module: ClassVar[str]

@@ -26,9 +26,12 @@ _PACKAGES = {
 PACKAGES: Mapping[str, tuple[str, ...]] = {role: tuple(names.split()) for role, names in _PACKAGES.items()}
 """The import names of known packages, by role.
 
-- `web`, `unrouted`: frameworks with routes, and frameworks without routes
-- `server`, `engine`: servers of other packages' apps, and model servers
-- `unmet`, `queue`: servers and job queues that are not recorded
+- `web`: web frameworks with routes
+- `unrouted`: web frameworks without routes
+- `server`: servers that run an app of another package
+- `engine`: model servers
+- `unmet`: servers that are not recorded
+- `queue`: job queues that are not recorded
 - `library`: machine learning packages
 """
 
@@ -71,7 +74,7 @@ FAMILIES: Mapping[str, Family] = {
 """The class and the packages for each top-level key of a profile, in the order of attachment."""
 
 KEEPING = ("functions", "requests", "layers")
-"""The keys of a profile whose unchanged rules keep their probes at a reload."""
+"""The keys of a profile that keep the probes of unchanged rules when the profile changes."""
 
 
 def selectable_packages(profile: Profile, key: str) -> frozenset[str] | None:

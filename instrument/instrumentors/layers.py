@@ -138,7 +138,8 @@ class Layers(Instrumentor):
             self._patch_class(cls)
 
     def _note_child(self, parent: Any, name: str, child: Any) -> None:
-        """Note a child that a module registers. torch calls this hook, and keeps the child because it returns None."""
+        """Note a child that a module registers. This hook of torch returns None, so torch registers the child
+        unchanged."""
         with FAULTS.guard("module registration hook"):
             if child is not None:
                 self._paths.add_child(parent, name, child)

@@ -57,7 +57,7 @@ class Lineage:
 
 
 class LineageMember:
-    """A test for calls of a class's method. It is True for a call that another class's probe records."""
+    """A test of a call of a class's method. The result is True if another class's probe records the call."""
 
     def __init__(self, lineage: Lineage, owner: type[Any]) -> None:
         self._lineage = lineage

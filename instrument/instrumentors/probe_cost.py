@@ -25,10 +25,10 @@ from instrument.runtime import agent_socket, file_writing
 from instrument.runtime.cheap_start import NamedTuple
 
 AMONG = 1.3
-"""The factor by which a span costs more between other code than in a loop of spans."""
+"""The cost of a span between other code, as a multiple of the cost in a loop of spans."""
 
 ROUNDS, CALLS, CALLS_PER_REQUEST = 5, 200, 10
-"""The rounds of a measurement, the calls per round, and the divisor of the calls for requests."""
+"""The rounds of a measurement, the calls of a probe per round, and the number of such calls per recorded request."""
 
 
 class ProbeCost(NamedTuple):
@@ -199,7 +199,7 @@ SWEPT_BYTES = 2 << 20
 def measure_cold_cache_ns(*, with_ticks: bool = False) -> float:
     """Measure the cost of a layer's span in ns if other work has evicted the recorder's data from the caches.
 
-    The result is a difference of medians of 16 calls, and repeats within a third. The measurement takes 8 ms and 6 MiB.
+    The result is accurate to a third. The measurement takes 8 ms and 6 MiB.
     """
     clock = time.perf_counter_ns
     memory, into = memoryview(bytes(2 * SWEPT_BYTES)), bytearray(SWEPT_BYTES)

@@ -50,8 +50,8 @@ _REPLICATING = frozenset({"DataParallel", "DistributedDataParallel"})
 
 
 class Paths:
-    """Stores the parent of each torch module or Keras layer, as a weak reference, and the name of the child in the
-    parent."""
+    """Stores the parent of each torch module or Keras layer, and the layer's name in the parent. References to parents
+    are weak."""
 
     def __init__(self, module_type: type[Any], children: Callable[[Any], Iterable[tuple[str, Any]]]) -> None:
         self._module_type = module_type

@@ -242,7 +242,7 @@ def _add_fact_readers(reader: CallReader, rule: FunctionRule) -> None:
 
 
 def _make_facts_reader(facts: Sequence[_FactPath], names: Values, before: Callable[..., Any] | None) -> Any:
-    """Return a reader in C of facts from a parameter or the result. It calls the reader `before` first."""
+    """Return a reader in C that reads facts from a parameter or the result. It calls the reader `before` first."""
     steps = tuple(tuple(map(sys.intern, fact.steps)) if fact.take is convert_to_fact else None for fact in facts)
     return native.MODULE.Keys(
         *_name_and_position(facts[0].parameter), FACTS_OF_REQUEST, steps, tuple(fact.name for fact in facts),

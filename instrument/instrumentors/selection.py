@@ -115,7 +115,8 @@ class Selection:
             return family
 
     def _families_to_load(self, module_name: str) -> list[str]:
-        """Return the keys of the instrumentors that a module needs. Triton's packages have a number as name."""
+        """Return the keys of the instrumentors that a module needs. A package whose name is a number belongs to
+        Triton."""
         package = module_name.partition(".")[0]
         is_of_triton = package.isdigit()
         if not is_of_triton and package not in self._loading_packages and module_name not in self._loading_packages:

@@ -116,7 +116,7 @@ LIMIT = 2_000
 OTHERS = "(other packages)"
 
 NEWEST = 4_096
-"""The maximum number of imports that are stored to find those after the first request."""
+"""The maximum number of stored imports. They are searched for imports after the first request."""
 
 OWN = __name__.partition(".")[0]
 
@@ -212,7 +212,7 @@ class ImportTimes:
     def times_by_package(self, request_ns: int | None = None) -> tuple[ImportTime, ...]:
         """Return the times of finished imports by package. `request_ns` is the start time of the first request.
 
-        Imports after this time have a separate sum, which has only the newest `NEWEST` imports.
+        Imports after this time also have a sum of their own, over at most the newest `NEWEST` imports.
         """
         late: Counter[str] = Counter()
         with self._lock:

@@ -321,8 +321,8 @@ def _find_functions_in_value(
 
 
 class DecoratedPart(NamedTuple):
-    """A function inside a decorator's object. `put` replaces it there. `suffix` is the end of its label, such as
-    `.setter`."""
+    """A function inside a decorator's object. `put` replaces the function in the object. `suffix` is the end of the
+    function's label, such as `.setter`."""
 
     suffix: str
     function: Any
@@ -389,8 +389,8 @@ def _find_decorated_class(raw: Any, module: str, qualname: str) -> type[Any] | N
 def _find_decorated_object(
     raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType
 ) -> tuple[Any, Put | None]:
-    """Find a function or class inside an object that a framework's decorator made. Also return a function that replaces
-    it, None if it cannot be replaced."""
+    """Find a function or class inside the object of a framework's decorator. Also return a function that replaces the
+    function or class (None if impossible)."""
     visited, near = {id(raw)}, Kept([raw])
     function: Any = None
     for thing in near:

@@ -83,7 +83,7 @@ QUEUE = Site(EXECUTOR_QUEUE, "phase")
 """The site of a request's waits in the queue of a thread pool executor."""
 
 STARTS = ("_start_new_thread", "_start_joinable_thread")
-"""The functions of `threading` that start a thread: of Python up to 3.12, and from 3.13 on."""
+"""The functions of `threading` that start a thread. The second replaces the first from Python 3.13 on."""
 
 
 def watch_thread_handovers(recorder: Recorder = RECORDER) -> Undo:

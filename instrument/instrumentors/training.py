@@ -44,7 +44,7 @@ PASSES: Mapping[str, frozenset[str]] = {
     BACKWARD: frozenset({FORWARD, BACKWARD}),
     OPTIMIZER: frozenset({FORWARD, BACKWARD, OPTIMIZER}),
 }
-"""The open phases in which a further call on the thread gets no span, by phase of the call."""
+"""The phases that suppress the span of a call while they are open on its thread, by phase of the call."""
 
 _WRAPPED_IN: Mapping[str, str] = {
     "OptimizedModule": "_orig_mod",

@@ -97,8 +97,8 @@ def make_rule_marks(verdicts: Iterable[Verdict]) -> set[str]:
 
 
 def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict]:
-    """Drop the verdicts on rules that only another process of the run records. `marks` are the marks of all
-    processes."""
+    """Drop the verdicts on rules that another process of the run records, unless this process records them, too.
+    `marks` are those of `make_rule_marks` from all processes."""
     own_marks = make_rule_marks(verdicts)
 
     def is_recorded_elsewhere(verdict: Verdict) -> bool:

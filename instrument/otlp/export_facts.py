@@ -30,8 +30,8 @@ _MASK = (1 << 64) - 1
 class Ids:
     """Converts the recorder's numbers to random-looking span and trace ids, unique in the process and never zero.
 
-    The finaliser of splitmix64 maps 64 bits one to one, so different numbers have different ids. An id of zero is
-    invalid, and becomes the id of the number 0, which no span has. Device intervals have numbers from 2**63 up.
+    The finaliser of splitmix64 maps 64 bits one to one, so different numbers have different ids. A number with the id
+    zero gets the id of number 0, because no span has this number. Device intervals have numbers from 2**63 up.
 
     `instance` is the process's service.instance.id. `run` names the run, "" for none.
     """
@@ -70,7 +70,7 @@ class Ids:
         return trace_id
 
     def make_ids(self, numbers: NDArray[np.uint64], part: int) -> NDArray[np.uint64]:
-        """Return the span ids of numbers, or with `part` 1 or 2 the upper or lower halves of their trace ids."""
+        """Return the span ids of numbers. With `part` 1 or 2, return the upper or lower halves of trace ids."""
         return mix_span_ids(self.seeds[part], numbers)
 
 
@@ -102,15 +102,18 @@ def mix_span_ids(seed: Any, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class MeteredFacts:
-    """The metrics that a process wants from `start_ns` on, and values for them that only the process knows.
+    """The metrics that a process wants from `start_ns` on, and those values that only the process knows.
 
-    - `asks` is True if metrics other than gauges are wanted, `requests` if requests are recorded.
+    - `asks` is True if metrics other than gauges are wanted.
+    - `requests` is True if requests are recorded.
     - `routes` are the routes for which a model generates answers.
     - `by` is the attribute that groups requests, in at most `at_most` groups.
     - `watches` is True if spans of generators and batches are needed.
-    - `calls` has the ids (`make_site_id`) of functions with metrics, `streams` those of generators.
+    - `calls` has the ids (`make_site_id`) of functions with metrics.
+    - `streams` has the ids of functions that generate answers.
     - `environ` has the environment variables that shape the metrics.
-    - `losses` and `queued` are counts, and `costs_ns` times, by name.
+    - `losses` and `queued` have counts by name.
+    - `costs_ns` has times by name.
     """
 
     start_ns: int

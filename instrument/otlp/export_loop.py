@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from instrument.profile.model import Parquet
 
 SETTLE_EACH_NS = 10**9
-"""Nanoseconds between two rounds that decide about due requests and send their spans, unless many rows are read."""
+"""Nanoseconds between two rounds of settling requests. After many new rows, the next round begins sooner."""
 
 BEHIND_NS = 5 * 10**9
 """Nanoseconds after which requests are settled although the collector has not accepted earlier spans."""
@@ -58,7 +58,8 @@ class ExportLoop:
 
     - `report_end` is called when the export of a recording has ended.
     - `report_unstored` gets the number of lost dataset rows of ended processes.
-    - `has_looked` is called after each pass over all recordings, `has_room` when spans were sent while reading pauses.
+    - `has_looked` is called after each pass over all recordings.
+    - `has_room` is called after spans were sent, if reading has paused for lack of space.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class ExportLoop:
             del self.datasets[place]
 
     def close(self) -> None:
-        """Release all recordings, whose exports another exporter can continue."""
+        """Release all recordings. Another exporter can continue their exports."""
         while self.recordings:
             self.recordings.popitem()[1].close()
 
@@ -194,8 +195,8 @@ class ExportLoop:
             pass
 
     def await_earlier_sessions(self, until: float) -> bool:
-        """Wait until the export of a session ends for which a later session of its process waits. Return False if none
-        waits, or after the time."""
+        """Wait until the export of an earlier session ends, so that a later session can be exported. Return False if no
+        session waits, or at the time `until`."""
         waiting = self._find_waiting_sessions()
         while waiting and time.monotonic() < until:
             self.end_settled_exports()
@@ -214,9 +215,9 @@ class ExportLoop:
         return not (has_more or export.is_behind or export.current_reading is None)
 
     def send_window(self, export: RecordingExport, begin_ns: int, end_ns: int) -> bool:
-        """Send all spans of a process in an interval. Requests that are still open follow once they end.
+        """Send all spans of a process in an interval. Open requests are sent after their end.
 
-        Return False if the exporter's queue was too full to read earlier rows within `UNREAD_LIMIT_S`.
+        Return False if earlier rows cannot be read within `UNREAD_LIMIT_S`, because the exporter's queue is full.
         """
         spans, until = export.read_spans_between(begin_ns, end_ns), time.monotonic() + UNREAD_LIMIT_S
         export.keep_open_requests(spans)
@@ -271,12 +272,12 @@ class ExportLoop:
 
     @property
     def _is_ahead(self) -> bool:
-        """True if a recording is not read further before the next decisions."""
+        """True if the reading of a recording pauses until the next round of settling."""
         readings = [export.current_reading for export in self.recordings.values()]
         return any(reading is not None and reading.reader.is_ahead for reading in readings)
 
     def _is_earlier_session_open(self, export: RecordingExport) -> bool:
-        """Return True if the export of an earlier session has the recording until the collector answers."""
+        """Return True if the export of an earlier session in the same recording has not ended."""
         return not export.is_ours and any(
             earlier.file_id == export.file_id and earlier.generation < export.generation
             for earlier in self.recordings.values()

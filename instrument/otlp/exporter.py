@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Columns, Int64s
 
 LEAST_REQUEST_BYTES = 64 << 10
-"""The minimum to which a collector's refusals reduce the size of requests, in bytes. A queue of this size is sent at
-once."""
+"""The lowest size limit of requests in bytes, after refusals by the collector. A queue of this size is sent at once."""
 HALVINGS = 12
 """The maximum number of consecutive halvings of a request that the collector refuses as too large."""
 
@@ -45,8 +44,8 @@ _NEVER_NS = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """The numbers of spans by outcome since an exporter's start. `settled` is True if all spans before a flush were
-    sent or lost in time. `reason` explains the last loss."""
+    """The numbers of spans by outcome since an exporter's start. `settled` is True if a flush sent or lost all earlier
+    spans within its time limit. `reason` explains the last loss."""
 
     offered: int
     exported: int
@@ -72,8 +71,8 @@ class Exporter:
     `after_fork_in_child` may be called from any thread, also from a signal handler.
 
     - `threads` returns the names of threads by native id.
-    - `settled` gets a process (`Source`). The sending thread calls it before sending spans of the process, and after
-      spans or metrics were sent or lost.
+    - `settled` is called with a process (`Source`) before its spans are sent, and after its spans or metrics were sent
+      or lost. The sending thread calls it.
     - `detects` is True for an exporter in the service, which detects resource attributes.
     - Without `sends`, there are no metrics.
 

@@ -371,7 +371,7 @@ class KeptFiles:
         return bool(self._spans) and (time.monotonic() >= self._due_at or len(self._spans) >= FILE_SPANS)
 
     def write_spans(self) -> tuple[int, bool]:
-        """Write the kept spans. Return their number, and False if they are lost. The first failure is logged."""
+        """Write the kept spans. Return their number, and True unless they are lost. The first failure is logged."""
         spans, self._spans = self._spans, []
         if not spans or self._source is None:
             return 0, True

@@ -33,7 +33,7 @@ DELAY_NS = 10 * 10**9
 """Nanoseconds for which samples are gathered before they are sent in a request."""
 
 REQUEST_SAMPLES, LEAST_REQUEST_SAMPLES = 1_000, 100
-"""The maximum number of samples or series per request, and the minimum to which a collector's refusals reduce it."""
+"""The maximum number of samples or series per request: at first, and after several refusals by the collector."""
 
 PATIENCE_NS = 2 * 10**9
 """The maximum time in ns for which a request of metrics may delay the spans that wait behind it."""
@@ -159,7 +159,7 @@ class Metrics:
         self._oldest_ns = 0
 
     def retry_snapshot(self) -> None:
-        """Make the waiting snapshot due, although it was tried."""
+        """Make the waiting snapshot due again after a failed attempt."""
         self._tried = None
 
     def drop_waiting_metrics(self) -> None:
@@ -285,7 +285,7 @@ def convert_samples(
     begun_ns: dict[int, int],
 ) -> list[Series]:
     """Convert samples of gauges to metrics. `newest` gets the last value of each gauge. `begun_ns` gets the wall time
-    of each device's first sample, from which its sums count."""
+    of each device's first sample, where the device's sums begin."""
     series_by_name: dict[str, Series] = {}
     for sample in samples:
         if sample.value is None:

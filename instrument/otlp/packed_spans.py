@@ -62,7 +62,7 @@ class RowIds(NamedTuple):
 class SpanPacker:
     """Encodes the rows of one process in a trace as spans.
 
-    `threads` has the names of threads by native id. If several processes are in the trace, `part` is this process.
+    `threads` has the names of threads by native id. `part` is the process in a trace of several processes, else None.
     `links` and `interruptions` have row numbers as keys.
     """
 
@@ -303,7 +303,8 @@ class SpanIds:
     """The ids that a collector gets for the rows of a trace. `ids` has one entry per process. If there are several,
     `process` has the index of each row's process.
 
-    `trace.own_id` has each span's number in its process, `absent` those of parents and roots without a row.
+    `trace.own_id` has the number of each span in its process. `absent` has the numbers of parents and roots without a
+    row.
     """
 
     def __init__(

@@ -317,7 +317,7 @@ class RecordingExport:
         return [span for span in spans if span.start_ns < end_ns and not span.clipped]
 
     def send_spans(self, spans: Sequence[Span]) -> None:
-        """Send spans of a window, although tail sampling has dropped them."""
+        """Send spans of a window, even if tail sampling has dropped them."""
         reading = self._reading
         if reading is None or not spans:
             return

@@ -260,7 +260,8 @@ class Metering:
 
     @property
     def has_settled_metrics(self) -> bool:
-        """True if the last metrics were sent, or were tried and dropped. A silent collector has its time-out."""
+        """True if the last metrics were sent, or were dropped after an attempt. An unanswered attempt is repeated until
+        the exporter's time-out."""
         if not self.metrics.has_waiting_metrics():
             return True
         self._exporter.send_soon()

@@ -39,7 +39,7 @@ _WATCHED = (FIRST_ITEM.encode(), BATCH_KEYS.encode())
 
 
 class RecordingReader:
-    """Reads one recording, from the rows after the last read.
+    """Reads the new rows of one recording.
 
     One thread uses an instance. `rows` has the waiting rows. `seen` counts the rows that were read, `missed` the rows
     that were overwritten earlier. `places` has the next row of each ring, by the ring's number.
@@ -179,7 +179,7 @@ class RecordingReader:
     # ---------------------------------------------------------------- device times
 
     def note_interval_count(self) -> None:
-        """Store the current number of device intervals. The caller reads the settled time afterwards."""
+        """Store the current number of device intervals, with the time."""
         count = self._mapped.interval_count()
         if not self._interval_counts or self._interval_counts[-1][1] != count:
             self._interval_counts.append((time.monotonic_ns(), count))
@@ -198,8 +198,8 @@ class RecordingReader:
         return replace(trace, device=device) if len(device) else trace
 
     def find_intervals(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
-        """Return the device intervals of the rows `asking`. `span_id` and `start_ns` are the ids and the start times of
-        all rows."""
+        """Return the device intervals of the rows with the numbers `asking`. `span_id` and `start_ns` have the ids and
+        the start times of all rows."""
         first_ns = int(start_ns[asking].min())
         since = next((count for at_ns, count in reversed(self._interval_counts) if at_ns <= first_ns), 0)
         cells = self._mapped.read_intervals(since)

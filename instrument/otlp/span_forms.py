@@ -55,8 +55,8 @@ Part = tuple[str, bytes | int]
 
 
 class PackedRows(NamedTuple):
-    """Encoded spans by row, each followed by its device intervals. A span or interval has two `pieces` and a size in
-    bytes (`sizes`). `ends` has the number of entries up to the end of each row."""
+    """Encoded spans by row, each followed by its device intervals. Each span or interval is an entry: two `pieces`, and
+    a size in bytes (`sizes`). `ends` has the number of entries up to the end of each row."""
 
     pieces: Objects
     sizes: Int64s
@@ -145,7 +145,8 @@ REQUEST_SPANS = 4_000
 def split_into_requests(
     packed: Iterable[PackedRows], resource: bytes, most_bytes: int = REQUEST_BYTES, most_spans: int = REQUEST_SPANS
 ) -> Iterator[Body]:
-    """Yield OTLP requests, each with at most `most_bytes` and `most_spans`. A larger entry is a separate request."""
+    """Yield OTLP requests, each with at most `most_bytes` and `most_spans`. A span larger than `most_bytes` gets a
+    separate request."""
     for pieces, sizes, _ in packed:
         sums = np.cumsum(sizes)
         at = 0

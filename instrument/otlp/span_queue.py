@@ -109,7 +109,7 @@ class RequestQueue:
         self._counts = dict.fromkeys((*FATES, "requests"), 0)
 
     def offer_request(self, body: Body, source: Source) -> None:
-        """Queue one request. Drop the oldest requests above `QUEUE_BYTES`."""
+        """Queue one request. If the queue exceeds `QUEUE_BYTES`, drop the oldest requests."""
         with self.lock:
             self._count_offered_spans(source, body.spans)
             self._waiting.append(QueuedRequest(*body, source))

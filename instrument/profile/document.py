@@ -69,8 +69,8 @@ _TOO_LARGE = "more than 1 MiB; is this the right file?"
 class Document:
     """A YAML text, the environment variables to which it may refer, and its problems.
 
-    `faults` counts problems, and attempts to read a broken node. `origins` has the variable's name for each setting
-    that comes from a variable, and `shown` the text of such a setting for messages.
+    `faults` is the number of problems, and of attempts to read a broken node. `origins` has the variable's name for
+    each setting that comes from a variable, and `shown` the text of such a setting for messages.
     """
 
     def __init__(self, text: str, *, name: str, environ: Mapping[str, str]) -> None:
@@ -109,10 +109,11 @@ class Document:
 class YamlNode:
     """A value of a document, with its path, line and column (from 1). The `kind` `broken` marks a value with problems.
 
-    - `text`: a scalar's text, with references replaced by values; `written` keeps references that may be secret
+    - `text`: a scalar's text, with references replaced by values
+    - `written`: the text for messages, if `text` may have a secret; it keeps the references to secret variables
     - `plain`: True for text without quotes
     - `variable`: the variable that gives the whole text
-    - `unset`: the value without that variable, for a variable of `STANDARD`
+    - `unset`: the value if that variable were not set; only for a variable of `STANDARD`
     - `items`, `pairs`: the items of a list, the keys and values of a mapping
     """
 

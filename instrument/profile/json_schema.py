@@ -57,7 +57,7 @@ SHAPES_OF_SECTIONS: Mapping[str, Shape] = {
 _SERVERS = " ".join(f"{name}: {owner}." for name, owner in model.SERVERS.items())
 
 COMPUTED_DESCRIPTIONS: Mapping[tuple[str, str], str] = {("requests", "servers"): f"Servers to record. {_SERVERS}"}
-"""The descriptions of keys that are computed, and not read from the schema's file."""
+"""The computed descriptions of keys. They replace the descriptions in the schema's file."""
 
 TEXTS_OF_DEFAULTS: Mapping[tuple[str, str], str] = {("export.otlp", "endpoint"): "http://localhost:4318"}
 """The defaults of keys as texts of a profile, where the reader returns a different value."""

@@ -176,8 +176,8 @@ PAIR_OF_STEPS: Shape = {
 class Key:
     """A key of `profile.yaml`: the field that it sets, and the reader of its value.
 
-    `required` describes the allowed values if the key is missing, "" for an optional key. `blank` is True if null has
-    another meaning than an omitted key.
+    `required` describes the allowed values in the message for a missing key, "" for an optional key. `blank` is True if
+    null has another meaning than an omitted key.
     """
 
     field: str

@@ -162,7 +162,8 @@ class FunctionRule:
     - With `first_request`, the first call is the first request of the view `startup`.
     - `key` reads the key of the request that a call serves, `batch` the keys of several requests.
     - `facts` are facts of requests, and `gauges` numbers of the service.
-    - `counted` marks the rule of `schedule.step`. Its functions are of kind `step`, not `op`, also under other rules.
+    - `counted` marks the rule of `schedule.step`. Its functions get the kind `step`, even if another rule gives them
+      `op`.
     - `engine` is the package of the engine whose preset has the rule.
     - `text` is the rule's name in messages, and `line` and `place` are its place in the file.
 
@@ -248,7 +249,7 @@ class RequestsRule:
     - `attributes` names further attributes of OpenTelemetry to record. They may have data of a caller.
     - `traceparent` is `follow`, `link` or `off`, for the caller's trace.
     - Reports and metrics group requests `by` an attribute, such as a tenant's name, with up to `at_most` values.
-    - A model of `provider` generates the answers of the routes `gen_ai`, item by item.
+    - `gen_ai` has the routes whose answers a model generates item by item. `provider` is the model's provider.
     - `server_timing` selects the answers with timings in a header: "true" for all, "header NAME" if the request has
       that header, "" for none.
     - `blocked_ns` is as in `Limits`.
@@ -321,7 +322,8 @@ class Capture:
     - A share `sample` of all requests is kept, and requests that failed (`errors`), were slow, or match all conditions
       of `where` at their end.
     - A request is slow if it takes longer than `slow_ns`, or than `slow_over` allows its endpoint.
-    - `limit` bounds the number of kept requests. Requests in the `before_ns` before a kept one are kept, too.
+    - `limit` bounds the number of kept requests.
+    - Other requests that end during a kept request, or up to `before_ns` before it, are kept, too.
     - The agent writes kept requests into the folder `to`, unless that is None.
     - With `is_off`, which a variable of OpenTelemetry sets, no request is kept, even if its caller asks for it.
     """
@@ -344,8 +346,8 @@ class Limits:
     With `ring_folder`, recordings are files in that folder, which outlive their processes. Otherwise a recording is
     freed when the last process that has it ends.
 
-    `disk_bytes` bounds the trace and summary files of all processes with the profile's paths. `blocked_ns` is the
-    shortest recorded block of an event loop, or garbage collection, None for never.
+    `disk_bytes` bounds the disk space of trace and summary files. Processes with the same paths share it. `blocked_ns`
+    is the minimum duration of a recorded garbage collection or blocked event loop, None for never.
     """
 
     ring_bytes: int = 64 * 2**20

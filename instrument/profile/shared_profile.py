@@ -25,7 +25,7 @@ _CLASS = ""
 """The key for the class name in a saved dataclass. No field has this name."""
 
 _ITERATED = "OTEL_"
-"""The prefix of environment variables of which any change makes the saved profile invalid."""
+"""The prefix of environment variables. Any change of such a variable makes the saved profile invalid."""
 
 
 class Consulted(Mapping[str, str]):

@@ -48,10 +48,10 @@ LEAST_BATCH = 0.05
 """The minimum time of a batch function, as a share of the work outside of requests."""
 
 PASSED = 0.95
-"""The minimum calls of the function with the request key, as a share of the most called candidate's calls."""
+"""The minimum number of calls of the function with the request key, relative to the candidate with the most calls."""
 
 COVERED = 0.8
-"""The minimum share of a batch function's time that its callees need to replace it in the proposal."""
+"""The minimum share of callees in a batch function's time. From this share on, the callees are proposed instead."""
 
 
 @dataclass(frozen=True, slots=True)

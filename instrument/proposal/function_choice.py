@@ -47,7 +47,8 @@ LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
 """The minimum self time for a rule, as a share of the time of requests, work units, or the run."""
 
 LEAST_SPLIT = 0.1
-"""The minimum share of the time for a rule on a function with several large callees."""
+"""The minimum total time for a rule on a function with several large callees, as a share of the time of requests or
+work units."""
 
 LEAST_PART = 0.02
 """The minimum share of a function's time from which a callee counts as large."""
@@ -65,7 +66,8 @@ LOADING_NS = 50_000_000
 """The minimum total time in ns per process for a rule on a loading function."""
 
 REPEATS_REQUEST, REPEATS_OWN = 0.9, 0.2
-"""The minimum total and maximum self time of a function that only wraps requests, as shares of their time."""
+"""The minimum total time and the maximum self time of a function that only wraps requests, as shares of the requests'
+time."""
 
 RULES = 12
 """The maximum number of rules for functions, except those for loading, requests, steps, keys and batches."""

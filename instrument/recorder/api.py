@@ -42,7 +42,7 @@ def scope_end(opened: Scope | str | None = None, *, error: BaseException | None 
     - `opened`: the scope or its name; by default the innermost scope that was opened in this task or thread
     - `error`: the exception with which the span failed
 
-    Reports count calls without an open scope. They also count scopes that are closed before a scope inside them.
+    Reports count calls without an open scope, and scopes that were closed before their inner scopes.
     """
     if isinstance(opened, Scope):
         opened.end(error)

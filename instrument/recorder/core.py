@@ -29,7 +29,7 @@ elif native.MODULE is not None:
 else:
 
     class IdleCore:
-        """A core that is never on."""
+        """A core that records nothing, for a recorder without the C module."""
 
         on = False
         memory = None
@@ -55,7 +55,7 @@ else:
     Core = IdleCore
 
     class Number:
-        """A number without a value."""
+        """A gauge, counter or histogram without a value."""
 
         __slots__ = ()
 
@@ -141,7 +141,7 @@ class Readback(Core):
         self._set_passing(site, None)
 
     def _set_passing(self, site: Site, passing: Any) -> None:
-        """Let a site's functions only count their calls, in `passing`. With None, they record again."""
+        """Let a site's functions count their calls in `passing`, without spans. With None, they record spans again."""
         for function in list(self._mutable.get(site) or ()):
             wrapping.set_call_switch(function, passing or self)
 

@@ -22,7 +22,7 @@ STEP_NS = 10**9
 """The ns between two comparisons of recording's cost with the budget."""
 
 UNMUTE_SHARE = 0.8
-"""The share of the budget up to which muted sites are recorded again."""
+"""The maximum share of the budget that recording may use after sites are unmuted."""
 
 BUSY_STEP_NS = 5 * 10**7
 """The ns between two comparisons while the budget is exceeded or the rings lose rows."""
@@ -47,7 +47,7 @@ LAST_WAIT_NS = 3600 * 10**9
 """The longest time in ns before a detached probe is attached for another trial."""
 
 WAIT_MULTIPLE = 10
-"""The multiple of a site's last wait within which another muting doubles the wait."""
+"""The multiple of a site's last wait. If the site is muted again within that time, the wait doubles."""
 
 Detach = Callable[[Site], Callable[[], None] | None]
 """A function that detaches a site's probe and returns a function to attach it again, None on failure."""
@@ -95,7 +95,8 @@ class Governor:
 
     - `costs_ns`: the cost of a span, by kind of probe
     - `passed_ns`: the cost of a call that is only counted, by kind of probe
-    - `STEP`, a key of both: the cost of each later step of a generator
+
+    In both, the key `STEP` has the cost of each step of a generator after the first.
 
     One thread calls `enforce_budget` regularly, and sooner if `is_busy`.
     """

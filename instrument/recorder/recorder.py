@@ -207,13 +207,13 @@ class Recorder(Readback):
         - `attributes`: facts of this span; `annotate` adds more from within
         - `kind`: the kind of work, "user" by default; the error for an unknown kind lists all kinds
         - `phase`: the part of the work, such as "prepare" or "post"; it makes the kind "phase"
-        - `device`: also take its time on the current stream of torch, cupy or numba; `stream` names another stream,
+        - `device`: also take the block's time on the current stream of torch, cupy or numba; `stream` names another stream,
           such as `torch.cuda.current_stream(1)`, or its address
         - `key`: the id of the request that the block works for; spans of other processes may have it, too
         - `batch`: the ids of all requests in a batch; a mapping from id to weight gives each a share of the time
         - `carrier`: headers with the `traceparent` of a caller; a request continues the trace of that caller
 
-        Exceptions pass untouched and mark the span. While recording is off it costs one branch. Raises `TargetError`
+        Exceptions pass untouched and mark the span. While recording is off, a scope costs one branch. Raises `TargetError`
         for a bad name, kind, phase or stream.
         """
         if not isinstance(name, str) or not name:
@@ -285,8 +285,8 @@ class Recorder(Readback):
     # ---------------------------------------------------------------- life
 
     def reset(self, ring_bytes: int | None = None) -> None:
-        """Drop all rows, totals, call paths and scope names for a new session. Spans that are open now count when they
-        end."""
+        """Drop all rows, totals, call paths and scope names for a new session. Open spans are counted in the new
+        session when they end."""
         with self._reading:
             self._reset(ring_bytes)
             self._paths = CallTree()
@@ -357,7 +357,7 @@ class Recorder(Readback):
             self.memory_path, self._memory_of = "", None
 
     def after_fork_in_child(self) -> None:
-        """Begin a new recording in a forked child. Spans that were open at the fork have no children there."""
+        """Begin a new recording in a forked child. The recording's spans never have a parent from before the fork."""
         self._reading = RLock()
         self.memory_path = ""  # the parent's
         (directory, _), self._memory_of = self._memory_of or ("", 0), None

@@ -96,7 +96,7 @@ class Meter:
     - `generations`: the HTTP routes whose answers a model generates
     - `watches`: True if batches and generating functions also have metrics
     - `by`, `at_most`: the attribute that groups requests, and the maximum number of groups
-    - `groups`: the names of groups, which meters share if their metrics are added up
+    - `groups`: the names of groups; meters share this set if their metrics are added up
     """
 
     def __init__(self, recorder: MeteredRows, start_ns: int) -> None:
@@ -252,8 +252,8 @@ class Meter:
     # ---------------------------------------------------------------- calls of functions
 
     def _count_calls(self, marks: Collection[str]) -> None:
-        """Count calls from the running totals, of the functions with these or earlier `marks`. After a reload, a
-        function's new site continues the series of its old site."""
+        """Count the calls of the functions with `marks`, and with earlier marks, from the running totals. After a
+        reload, the series of a function's old site continues with the new site."""
         self._asked_for.update(marks)
         if not marks:
             return

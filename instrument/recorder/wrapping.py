@@ -64,7 +64,7 @@ Results = Callable[[Any], "dict[Any, Any] | None"]
 """A function that returns a span's attributes, or None, from a call's result. It never raises."""
 
 FORMS = ("call", "scope", "coroutine", "generator", "awaitable", "async generator", "submit", "start")
-"""The forms of wrapped functions, which C code numbers by index."""
+"""The forms of wrapped functions. C code uses the index of a form."""
 
 Passes = Callable[[tuple[Any, ...]], bool]
 """A function that returns True if a call gets no span, from the call's positional arguments. It never raises."""
@@ -169,7 +169,7 @@ def wrap_method(
     """Return a method that records the calls of instances with a site. Any other call takes up to 60 ns more.
 
     - `sites`: the site of each instance by its identity, None for no spans
-    - `decide`: returns the site of a new instance, and never raises; it adds a final decision to `sites` until the
+    - `decide`: returns the site of a new instance, and never raises; it stores a final site in `sites` until the
       instance is deleted
     - `evaluate`: sets the evaluator of Python's frames (None: Python's own) and returns the previous evaluator
 

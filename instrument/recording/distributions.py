@@ -81,7 +81,7 @@ OTHER = "other"
 """The group of requests beyond the maximum number of groups."""
 
 ONE = 10**9
-"""The number 1 in units of 1e-9, in which a distribution counts."""
+"""The number 1 in units of 1e-9, the unit of a distribution's values."""
 
 LARGEST_SUM = 10**200
 """The largest sum in a distribution, in units of 1e-9."""

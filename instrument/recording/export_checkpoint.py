@@ -25,8 +25,8 @@ EXPORT_COUNTERS = (
 )  # fmt: skip
 """The counters of a recording's spans by fate.
 
-- `seen`, `missed`: spans that were read, and spans that were overwritten before
-- `intervals`: device intervals of kept spans, which a collector gets as spans
+- `seen`, `missed`: spans that were read, and spans that were overwritten before they were read
+- `intervals`: device intervals of kept spans; a collector gets each interval as a span
 - `passed`, `beyond`, `kept`: spans that the tail sampler dropped, spans beyond a limit, and all other spans that were
   read
 - `sending`: kept spans in the current request
@@ -35,16 +35,17 @@ EXPORT_COUNTERS = (
 - `unwritten`, `unstored`: spans in no complete file, and lost rows of a dataset
 - `untimed`: exported spans without their device times
 - `unanswered`: spans in a request without an answer, because the exporter was killed
-- `abandoned`: spans that waited, and spans of open requests, when the exporter was killed
+- `abandoned`: all other read spans that were neither sent nor dropped when the exporter was killed
 - `derived lost`, `deriving`: lost spans of stages, and spans of stages that may still be lost
-- `unqueued`, `queueing`: requests without a queue time in the metrics, and requests that may still become so
+- `unqueued`: requests whose queue time is missing in the metrics
+- `queueing`: requests whose queue time may still be lost
 """
 
 SENT = ("exported", "rejected", "failed", "dropped")
-"""The final counters of kept spans if there is a collector."""
+"""The counters for the final fate of a kept span in an export to a collector."""
 
 ENDS = (*SENT, "unwritten")
-"""The final counters of kept spans with or without a collector."""
+"""The counters for the final fate of a kept span in any export."""
 
 UNTIMED = "spans exported before their device times were known"
 """The words with which reports name `untimed` spans."""
@@ -53,7 +54,7 @@ UNREAD = "spans that nobody had read as their export ended"
 
 DERIVED_LOST, UNQUEUED = "derived lost", "unqueued"
 OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
-"""The counters of undecided spans and requests, each with its counter of losses."""
+"""A map from each counter of spans or requests that may still be lost to the counter of the lost ones."""
 
 METRICS_LOST = "metrics lost"
 """The counter of metric data points that a collector did not accept."""
@@ -239,4 +240,4 @@ _FATE_BY_LOSS = {
 """The counter for each loss, by the loss's name in reports."""
 
 NO_LOSSES = {name: 0 for name, fate in _FATE_BY_LOSS.items() if fate in (*ENDS[1:], "missed", "unstored")}
-"""The usual losses of an export with the count 0, from which alerts can see an increase."""
+"""The usual losses of an export, all 0. They are in the metrics from the start, so that alerts can see an increase."""

@@ -577,7 +577,8 @@ class Mapped:
         return tree, threads, totals[is_counted], chunks, highs
 
     def _copy_slots_at_once(self, *parts: tuple[str, np.dtype[np.void]]) -> list[Records]:
-        """Return the slots of several parts. The recorded process may change them between two reads."""
+        """Return the slots of several parts, read as close in time as possible. The recorded process may change them
+        between two reads."""
         return [self._read_slots(name, kind) for name, kind in parts]
 
     def _read_histograms(self, totals: Records, chunks: Records, highs: Records) -> Records:

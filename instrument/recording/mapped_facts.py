@@ -42,7 +42,8 @@ class Header(NamedTuple):
 
     @property
     def begun_ns(self) -> int:
-        """The monotonic time at which the session began, or of the last update if the former is unknown."""
+        """The monotonic time at which the session began. If it is unknown, this is the time of the header's last
+        update."""
         begun_ns = self.facts.get("begun_ns")
         return begun_ns if isinstance(begun_ns, int) and 0 < begun_ns <= self.monotonic_ns else self.monotonic_ns
 
@@ -152,7 +153,7 @@ def drop_invalid_attributes(attributes: Any) -> dict[str, Any]:
 
 
 def parse_detail(active_ns: int, facts: Mapping[str, Any]) -> tuple[int, str | None, dict[str, Any]]:
-    """Return a row's active time, error and attributes. An active time of -1 means that it is the total time."""
+    """Return a row's active time, error and attributes. The active time is -1 if it equals the total time."""
     error = facts.get("error")
     active_ns = active_ns if -1 <= active_ns < FARTHEST_NS else -1
     return active_ns, error if isinstance(error, str) else None, drop_invalid_attributes(facts.get("attributes"))

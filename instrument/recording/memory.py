@@ -27,7 +27,7 @@ from instrument.runtime import file_writing
 from instrument.runtime.cheap_start import NamedTuple
 
 MFD_NOEXEC_SEAL = 8
-"""The `memfd_create` flag for a file that cannot be executed, which some systems require."""
+"""The `memfd_create` flag for a file that cannot be executed. Some systems require this flag."""
 
 
 class Memory(NamedTuple):
@@ -151,8 +151,8 @@ def _describe_process() -> dict[str, int]:
 
 
 def write_process_facts(view: memoryview, state: int, facts: Mapping[str, Any] | None = None) -> None:
-    """Write the process, the state of its session, and `facts` about both into the header of a recording. Facts are
-    left out if their JSON is too long. Readers see new facts by the header's time, which is written after them."""
+    """Write the process, the state of its session, and `facts` into a recording. Facts are left out if their JSON is
+    too long. The header's time is written last. Its change shows readers that there are new facts."""
     if facts is not None:
         room, text = SlotRoom.from_part(view, "text"), json.dumps(facts, default=str).encode()
         if len(text) + 4 <= room.slots:
@@ -215,8 +215,7 @@ LABELS = ("exclusive", "overlapped", "launch-bound", "captured", "stale", "dropp
 
 - `exclusive`: no other timed interval overlaps it on the device.
 - `overlapped`: a timed interval of another stream overlaps it, so each may have slowed the other.
-- `launch-bound`: the length is the launch's time, because the stream was idle at the span's end or the events took
-  long.
+- `launch-bound`: the length may be that of the launch, because the work is very short or ended soon after the span.
 - `stale`: the length is exact, but the begin and the end are uncertain.
 - `captured`: there is no length, because the stream was being captured into a graph.
 - `dropped`: there is no length, because no event was available.
@@ -274,8 +273,8 @@ def add_samples(room: SlotRoom | None, samples: Iterable[Sample]) -> None:
 
 
 class GaugePlace(Claim):
-    """A writer of gauge readings into the current session of another process's recording. Only the process that has
-    this claim may read the gauges. Raises `OSError`."""
+    """The claim to read the gauges for another process's recording, and to write the readings into its current session.
+    Only one process can have the claim. Raises `OSError`."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd, CLAIMED)

@@ -22,7 +22,7 @@ EXPORT, GAUGES = 0, 1
 """The numbers of the two claims on a recording: to export it, and to write gauges into it."""
 
 FIRST_FD = 256
-"""The lowest number of our own file descriptors, which leaves the usual numbers to the service."""
+"""The lowest number of our own file descriptors. Lower numbers remain free for the service."""
 
 _OFD_SETLK, _OFD_GETLK = getattr(fcntl, "F_OFD_SETLK", 37), getattr(fcntl, "F_OFD_GETLK", 36)
 _LOCK = struct.Struct("hhqqi4x")
@@ -385,8 +385,8 @@ Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any
 """A row (a finished span) as a tuple: node, span id, parent id, root id, task, begin, end, time of the children, active
 time, error and attributes.
 
-The self time is the active time minus the children's time, from which the span's own waits are subtracted. An active
-time of -1 means the total time.
+The self time is the active time minus the time of the children. The recorder has already subtracted the span's own
+waits from the time of the children. An active time of -1 means the total time.
 """
 
 ROW_NODE: Final = 0
@@ -412,7 +412,7 @@ STREAM = object()
 
 
 def unpack_rows(data: bytes) -> Iterator[Row]:
-    """Yield the rows in bytes of a recording, without their errors and attributes."""
+    """Unpack rows from the bytes of a recording. Their errors and attributes are left out."""
     for span_id, parent_id, root_id, start_ns, end_ns, children_ns, rare, node, task in PACKED_ROW.iter_unpack(data):
         active_ns = rare >> 1 if rare & 1 else -1
         yield node, span_id, parent_id, root_id, task, start_ns, end_ns, children_ns, active_ns, None, None

@@ -54,7 +54,7 @@ class MetricDefinition(NamedTuple):
 
 
 DEFINITIONS: dict[str, MetricDefinition] = {}
-"""The definitions of all totals by name."""
+"""The definitions of metrics by name, see `_define_metric`."""
 
 
 def _define_metric(*facts: Any) -> MetricDefinition:
@@ -311,7 +311,7 @@ ZERO = -(1 << 20)
 """The bucket of all values up to 0."""
 
 BUCKETS_END = 1 << 13
-"""The first number above those of buckets, each of which has a middle that is a float."""
+"""The end of the valid bucket numbers. The middle of each lower bucket fits into a float."""
 
 MOST_VALUES = 1 << 53
 """The largest number of values that a bucket's cell, which is a float, counts exactly."""

@@ -33,8 +33,8 @@ NAME, KIND, KEY = attrgetter("name"), attrgetter("kind"), attrgetter("key")
 class CallTree:
     """The call tree of a process, as columns by node number. The parent of a node has a smaller number.
 
-    A column never changes, because another thread may read it. A column that grows is replaced. Values of a site are
-    computed once, so sites must not change.
+    A column is never changed in place, because another thread may read it. A longer column replaces it. Values of a
+    site are computed once, so sites must not change.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class CallTree:
 
 
 class Located(NamedTuple):
-    """The nodes of a call tree with equal paths merged. A node's place is the first node with an equal path.
+    """The nodes of a call tree, merged if their paths are equal. A node's place is the first node with an equal path.
 
     Paths are equal if the keys of their sites are equal. `parents` has the place of each node's parent.
     """

@@ -83,7 +83,7 @@ NO_DEVICE_TIME = "no device time: "
 @dataclass(frozen=True, slots=True)
 class DeviceInterval:
     """The time of a span's work on a device stream, on the host's clock. `label` is one of `memory.LABELS`.
-    `uncertainty_ns` is the uncertainty of the position."""
+    `uncertainty_ns` is the uncertainty of the begin and the end."""
 
     device: int
     stream: int
@@ -178,7 +178,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The process that recorded spans. `monotonic_ns` and `realtime_ns` are simultaneous readings of its two clocks.
+    """The process that recorded spans. `monotonic_ns` and `realtime_ns` are simultaneous readings of the monotonic and
+    the wall clock.
 
     - `profile`, `digest`: the source of the profile, and the hash of its content
     - `generation`: the number of the profile in the process, from 1 (0: unknown)
@@ -361,7 +362,7 @@ class ImportTime:
     - `total_ns`: includes packages that this package imported
     - `self_ns`: the time of the package's own modules, so it adds up over packages and threads
     - `in_spans_ns`: the part of `self_ns` in which the thread had an open span
-    - `late_ns`: the part without an open span, in imports that began after the first request
+    - `late_ns`: the part of `self_ns` without an open span, in imports that began after the first request
     """
 
     package: str

@@ -156,8 +156,8 @@ class Tally:
 
     @classmethod
     def sum_tallies(cls, tallies: Iterable[Tally], threads: Mapping[int, str] | None = None) -> Tally:
-        """Return the sum of several tallies, such as those of processes. A thread's name is the first name in any
-        tally."""
+        """Return the sum of several tallies, such as those of processes. A thread has the name from the first tally
+        with that thread, unless `threads` has a name."""
         paths, names, count = list[CallPath](), dict(threads or {}), 0
         lines, buckets = [np.zeros(0, TOTALS)], [np.zeros(0, BUCKETS)]
         for tally in tallies:
@@ -276,8 +276,9 @@ class Tally:
         return order, np.searchsorted(nodes[order], np.arange(len(self.parents) + 1)).tolist()
 
     def find_missing_device_ns(self, thread: int | None) -> Mapping[int, int]:
-        """Return, by node, the device time of the calls below it that its own device time lacks. A node's own device
-        time includes calls below it on the same stream. `thread` is None for all threads."""
+        """Return the excess of the device time below each node over the node's own device time, by node. Nodes without
+        calls or without an excess are left out. A node's own device time includes calls below it on the same stream.
+        `thread` is None for all threads."""
         if thread in self._device_below or not self.is_field_nonzero("device_ns"):
             return self._device_below.get(thread, {})
         sums = self.sum_by_group(np.arange(len(self.parents)), len(self.parents), thread)

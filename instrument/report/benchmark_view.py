@@ -273,7 +273,7 @@ class Benchmark:
             self._least_rate, self._most_rate = min(self._least_rate, rate), max(self._most_rate, rate)
 
     def without_first_steps(self, skip: int) -> Benchmark:
-        """Return the times without the first steps, `skip` of them or `FIRST_KEPT` if that is less. Call this only if
+        """Return the times without the first `skip` steps. At most `FIRST_KEPT` steps are left out. Call this only if
         `keeps` is True."""
         benchmark = Benchmark(skip=0) if self._later is None else deepcopy(self._later)
         benchmark.skip = min(skip, FIRST_KEPT)
@@ -391,7 +391,7 @@ class SpreadRow(NamedTuple):
 
 
 def find_profiler_steps(recording: Recording) -> Benchmark | None:
-    """Return None. For a running loop, `Profiler` stores its own steps as the result of this function."""
+    """Return None, unless `Profiler` has stored the steps of a running loop as the result of this function."""
     return None
 
 

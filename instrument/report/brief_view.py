@@ -57,8 +57,8 @@ MORE = "More: `instrument report FILE --view {}`; `instrument help reports` expl
 
 @dataclass(frozen=True, slots=True)
 class Brief(View):
-    """The `brief` view: requests or, without requests, steps and their phases. `places` are the largest self times,
-    None if no call was counted."""
+    """The `brief` view. It shows the requests, or the steps and their phases if there are no requests. `places` are the
+    largest self times, None if no call was counted."""
 
     headlines: tuple[Headline, ...]
     service: str

@@ -135,8 +135,7 @@ class CauseTimes:
         return np.array([self._process_of.get(thread, 0) for thread in threads.tolist()], dtype=np.int64)
 
     def _fill_gaps(self, all_turns: Sequence[Int64s], place: int) -> Turns:
-        """Return the turns of a request: intervals, each in one part. Each gap between turns becomes a turn of unknown
-        time."""
+        """Return the turns of a request (see `Turns`). Each gap between two turns becomes a turn of unknown time."""
         first, last = np.searchsorted(all_turns[0], [place, place + 1])
         columns, root = np.array([column[first:last] for column in all_turns]), self.joined.rows[place]
         since = np.append(self.trace.start_ns[root], columns[4] + columns[5])
@@ -267,8 +266,8 @@ class CauseTimes:
         return times
 
     def _add_step_times(self, times: dict[Key, float], place: int, steps: Int64s, spent_ns: Floats, part: str) -> float:
-        """Divide a request's time in engine steps, or its waits for them, among the causes in `times`. Return the
-        divided ns."""
+        """Add a request's time in engine steps, or its waits for the steps, to the causes in `times`. Return the sum in
+        ns."""
         if not len(steps):
             return 0.0
         costs = self.costs
@@ -440,8 +439,8 @@ def read_host_gauges(facts: Trace, threads: Collection[int] | None = None) -> li
 def measure_resource_wait(
     gauges: Sequence[Sequence[Sample]], cause: str, facts: Trace, begin_ns: int, end_ns: int
 ) -> tuple[float, float] | None:
-    """Return the time in ns for which threads waited in an interval, and the usual share of such waits. The process
-    with the longest wait counts. Return None without readings of the gauge for `cause`."""
+    """Return the time in ns for which threads waited in an interval, and the usual share of time with such waits. The
+    process with the longest wait counts. Return None without readings of the gauge for `cause`."""
     results = []
     for samples in gauges:
         readings = [sample for sample in samples if sample.name == PRESSURES[cause] and sample.value is not None]

@@ -43,7 +43,7 @@ LEAST_SHARE = 0.005
 """The minimum share of the time that a call path needs to be compared."""
 
 MAJOR_SHARE = 0.05
-"""The minimum share of the time for an unclear call path to make the gate inconclusive."""
+"""The minimum share of the time with which an unclear call path makes the gate inconclusive."""
 
 LEAST_CHANGE = 1e-4
 """The largest relative change that counts as no change."""
@@ -172,8 +172,8 @@ class Comparison(View):
         return [change for change in self.changes if change.verdict == SLOWER and (change.ratio or 0) > limit]
 
     def find_unclear_changes(self, limit: float) -> list[Change]:
-        """Return the call paths that may be slower by more than `limit`, and that have at least `MAJOR_SHARE` of the
-        time."""
+        """Return the call paths with at least `MAJOR_SHARE` of the time, for which a slowdown beyond `limit` is not
+        ruled out."""
         return [
             change
             for change in self.changes

@@ -49,8 +49,8 @@ POWER = 0.9
 
 
 class CallSample(NamedTuple):
-    """The calls before or after a change, sorted by start time. `covariates` has a row for each covariate, with `log1p`
-    of numbers from 0."""
+    """The calls before or after a change, sorted by start time. `covariates` has a row for each covariate, with the
+    `log1p` of a nonnegative number per call."""
 
     values_ns: Floats
     covariates: Floats
@@ -61,8 +61,8 @@ class CallSample(NamedTuple):
 class Effect:
     """The change for similar work: a difference of mean logarithms, with its standard error and its degrees of freedom.
 
-    `calls` are the numbers of matched calls before and after. `matched_ratio` is the share of the time after the change
-    that matched calls take.
+    `calls` are the numbers of matched calls before and after. `matched_ratio` is the share of matched calls in the time
+    after the change.
     """
 
     difference: float

@@ -155,7 +155,8 @@ class NameTree:
         return self._tally.histogram([node for entry in entries for node in self._nodes[entry].tolist()], thread)
 
     def total_ns(self, sums: Records, state: str) -> int | None:
-        """Return the sum of the topmost rows' times in a state. Return None if only calls below them were recorded."""
+        """Return the sum of the topmost rows' times that the option `state` selects. Return None if only calls below a
+        topmost row were recorded."""
         topmost = self._drop_interruptions(self.children[ROOT])
         uncalled = topmost[sums["calls"][topmost] == 0].tolist()
         hidden_in = self._entry_of[~self._visible]  # the entries in which phases are hidden

@@ -65,7 +65,7 @@ DIGITS = ((6, 6), (6, 5), (6, 4), (5, 4), (4, 4))
 used."""
 EXPONENT = 3
 SAMPLE = 100
-"""The number of first rows that determine the number of digits."""
+"""The number of rows, counted from the first, for which the digits are chosen."""
 
 DECIMALS = {unit: len(str(unit_ns)) - 1 for unit, unit_ns in UNITS.items()}
 """The number of decimals that show single nanoseconds, for each unit of time."""
@@ -166,8 +166,8 @@ def _is_waiting(site: Site) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CopySum:
-    """The sum of the copies that involve a device: of all, of the asynchronous, or of the synchronous copies. `ratio`
-    is the share of the Total time of all threads."""
+    """The sum of copies that involve a device: of all, of only the asynchronous, or of only the synchronous copies.
+    `ratio` is the share of the Total time of all threads."""
 
     label: str
     calls: int

@@ -48,7 +48,8 @@ from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 
 LEAST_BLOCKS, DEVIATIONS = 8, 4.0
-"""The minimum number of request blocks for an estimate of the usual spread, and its limit in standard deviations."""
+"""The minimum number of request blocks for an estimate of the usual spread, and the number of standard deviations up to
+which a mean time is usual."""
 
 MOSTLY = 0.5
 """The minimum share of the excess for which a cause counts as the explanation."""
@@ -504,7 +505,8 @@ def _make_cause_share(cause: str, path: str, spent_ns: float, usual_ns: float) -
 def _divide_excess(
     claims: Sequence[CauseShare], excess_ns: float
 ) -> tuple[list[CauseShare], tuple[CauseShare, ...], float]:
-    """Return the causes that account for the excess, the largest first, all other causes, and the unexplained ns."""
+    """Divide the excess among the causes, the largest first. Return the causes that account for a part, the other
+    causes, and the unexplained ns."""
     shares, rivals, remaining_ns = [], [], excess_ns
     for claim in sorted(claims, key=lambda claim: (-_compute_excess(claim), claim.name)):
         accounted_ns = min(_compute_excess(claim), remaining_ns)

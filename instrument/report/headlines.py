@@ -278,8 +278,8 @@ def _describe_devices(view: DeviceView) -> Iterator[Headline]:
 
 
 def describe_requests_in_flight(places: Sequence[tuple[str, int]]) -> str:
-    """Return a sentence that names the span in which at least half of the requests in flight are, "" without such a
-    span. `places` has the name and the age in ns of each request's current span."""
+    """Return a sentence that names the span with at least half of the requests in flight. Return "" without such a
+    span, or with few requests. `places` has the name and the age in ns of each request's current span."""
     counts = Counter(name for name, _ in places if name)
     if len(places) < SLOWEST - 2 or not counts:
         return ""

@@ -284,8 +284,8 @@ class KeptSpans:
         }
 
     def _attribute_texts(self) -> dict[int, dict[str, str]]:
-        """Return the attributes of spans by the span's number in the page. Requests come first, because all attributes
-        together have at most `TEXT_BYTES`."""
+        """Return the attributes of spans by the span's number in the page. All attributes together have at most
+        `TEXT_BYTES`, so those of requests are kept first."""
         trace, texts_by_span, room = self._trace, dict[int, dict[str, str]](), TEXT_BYTES
         is_listed = make_mask(self.listed.rows, len(trace))
         having = trace.attributes.rows()

@@ -53,8 +53,8 @@ UNKNOWN_NUMBER = 0
 
 
 class NumberedPlaces(NamedTuple):
-    """The place of each event, which is the innermost span that was open on its thread. `number` is an index into
-    `names`. A name is a pair of a site's name and kind."""
+    """The innermost span that was open at each event, on the event's thread. `number` has indices into `names`. `names`
+    has pairs of a site's name and kind."""
 
     number: Int64s
     names: tuple[tuple[str, str], ...]

@@ -217,8 +217,8 @@ class GaugedMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryView(View):
-    """The `memory` view. `since_ns` and `until_ns` limit the time in which allocations were watched, from the start of
-    the trace. Both are None without such a time. Before `places_since_ns`, spans are missing, so places may be
+    """The `memory` view. Allocations were watched from `since_ns` to `until_ns`, in ns after the start of the trace.
+    Both are None if no allocations were watched. Before `places_since_ns`, spans are missing, so places may be
     unknown."""
 
     since_ns: int | None

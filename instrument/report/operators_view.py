@@ -200,8 +200,8 @@ def _measure_launched_work_ns(recording: Recording, calls: Sequence[int]) -> Int
 
 
 def _sum_call_times(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
-    """Return `GPU` and the sum of the calls' device times, or without device times `CPU` and the sum of the host times.
-    Return "" and None if only some calls have device times."""
+    """Return `GPU` and the sum of the device times if all calls have one. Return `CPU` and the sum of the host times if
+    no call has one. Otherwise return "" and None."""
     rows = np.array(calls, dtype=np.int64)
     on_device = launched_ns[rows][launched_ns[rows] > 0]
     if len(on_device) == len(rows):
@@ -372,7 +372,7 @@ def _ordered_operators(trace: Columns, calls: CallTable, timed: int) -> Iterator
     below = Members(paths.parent[order], len(paths), order)
 
     def group_by_site(nodes: Int64s) -> list[Int64s]:
-        """Return the nodes of each site, sorted by the first call. The latest comes first, because `pending` is a
+        """Return the nodes of each site. The site with the latest first call comes first, because `pending` is a
         stack."""
         groups = [nodes[places] for places in Groups(number_by_first_occurrence(key[nodes])[0], len(nodes)).list_rows()]
         return sorted(groups, key=lambda group: -int(paths.first_ns[group].min()))

@@ -164,8 +164,8 @@ class _Stretches(NamedTuple):
 
 
 def _intervals_of_kinds(trace: Columns, window: Interval) -> dict[str, _Stretches]:
-    """Unite the intervals of each kind of span. Interruptions are left out, because their time is in the interrupted
-    spans."""
+    """Unite the intervals of each kind of span. Blocked event loops and garbage collections are left out, because their
+    time is part of the interrupted spans."""
     inside = are_in_window(trace.start_ns, trace.end_ns, window)
     inside &= ~trace.are_of_sites(list(map(is_interruption, trace.sites)))
     starts, ends = clip_intervals(trace.start_ns, trace.end_ns, window)
@@ -226,7 +226,7 @@ NO_COMMUNICATION = (
 @dataclass(frozen=True, slots=True)
 class DistributionView(View):
     """The `distribution` view of communication and computation. All ratios are shares of `base_ns`, the time of the
-    steps, or without steps of the window."""
+    steps. Without steps, it is the time of the window."""
 
     coverage: Coverage
     of: str

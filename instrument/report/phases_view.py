@@ -111,7 +111,7 @@ def _assign_calls_to_steps(trace: Columns, units: Units, rows: Int64s, stood_sti
 def _divide_unit_time_among_calls(
     units: Units, line: Int64s, starts: Int64s, ends: Int64s, rank: Int64s
 ) -> tuple[Int64s, Unions, Int64s]:  # fmt: skip
-    """Divide the time of units among calls. Simultaneous time belongs to the call that comes first."""
+    """Divide the time of units among calls. Simultaneous time belongs to the call with the lowest index."""
     call, since, until = remove_overlaps(line, starts, ends, np.arange(len(line))[::-1])
     empty = np.flatnonzero(starts == ends)
     if len(empty):
@@ -235,8 +235,8 @@ class PhaseRow:
 class PhasesView(View):
     """The `phases` view. `of` is the unit: `step`, `request` or `window`.
 
-    `timed` counts the complete units, and `cut` those with lost spans. `skipped` counts the steps left out by
-    `skip_first`. `overwritten` counts earlier steps with lost spans. `mean_ns` is the mean time of each phase in
+    `timed` counts the complete units, and `cut` the incomplete ones. `skipped` counts the steps left out by
+    `skip_first`. `overwritten` counts the steps before the kept spans. `mean_ns` is the mean time of each phase in
     complete units. `outside` counts calls outside of all units.
     """
 

@@ -233,8 +233,8 @@ def read_sizes(trace: Columns, name: str, among: Int64s | None = None) -> NDArra
 
 
 def find_similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
-    """Return the indices of requests of the same endpoint with similar work, and True. If few requests are similar,
-    return any requests of the endpoint, and False."""
+    """Return the indices of requests with the endpoint of request `place` and similar work, and True. If few requests
+    are similar, return any requests of the endpoint, and False."""
     trace, joined = recording.columns, recording.joined
     is_same = (
         mask_requests_by_name(recording, trace.sites[trace.site[joined.rows[place]]].name) & ~trace.clipped[joined.rows]

@@ -154,8 +154,8 @@ class RequestLife:
 
 
 def make_request_life(recording: Recording, name: str, options: Options) -> RequestLife:
-    """Return the life of the request with a key or span number. If several requests have the key, it is the longest.
-    Raises `TraceError` if no request matches."""
+    """Return the life of the request whose key or span number is `name`. If several requests have the key, the longest
+    one is chosen. Raises `TraceError` if no request matches."""
     trace, joined, ledger = (recording.columns, recording.joined, recording.ledger)
     place, *namesakes = find_requests_by_key(trace, joined, name)
     row = int(joined.rows[place])

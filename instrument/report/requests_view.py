@@ -69,7 +69,7 @@ ENOUGH = 3
 """The minimum number of requests of an endpoint for the computation of typical times."""
 
 NOTABLE = 20
-"""A slow request has a cause in the list if its excess exceeds 1/`NOTABLE` of its wall time."""
+"""The list names the cause of a slow request if the cause adds at least 1/`NOTABLE` of the request's wall time."""
 
 SLOWEST = 5
 """The default number of slowest requests in the list."""
@@ -280,8 +280,8 @@ class RequestTimes(View):
 
 
 def requests(recording: Recording, options: Options) -> RequestTimes:
-    """Return the `requests` view. Endpoints are sorted by wall times, by default by their sum. The options `rows` and
-    `least_ns` limit the endpoints and their phases. `rows` also limits the slowest requests, which are five by
+    """Return the `requests` view. By default, endpoints are sorted by the sum of their wall times. The options `rows`
+    and `least_ns` limit the endpoints and their phases. `rows` also limits the slowest requests, which are five by
     default."""
     trace, (whole, cut) = recording.columns, recording.complete_requests
     table = recording.compute_once(request_table)
@@ -326,8 +326,8 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
 
 
 def _count_requests(recording: Recording) -> tuple[Counter[str], Counter[str]]:
-    """Return the counts of topmost requests and of their errors by name, from the tally. Names of requests that are
-    part of another request are left out."""
+    """Return the counts of topmost requests and of their errors by name, from the tally. A name is left out if all of
+    its requests are parts of other requests."""
     trace, rows = recording.columns, np.arange(len(recording.columns))
     names, of_site = trace.describe_sites(attrgetter("name"))
     topmost, unjoined = (

@@ -96,7 +96,7 @@ class WarmUp:
 @dataclass(frozen=True, slots=True)
 class Phase:
     """A part of the time from the session's start to the first request. `ratio` is its share of that time. A part after
-    the first request has no ratio. Both numbers are None if the part was not watched."""
+    the first request has no ratio. `total_ns` and `ratio` are None if the part was not watched."""
 
     name: str
     total_ns: int | None
@@ -356,8 +356,8 @@ def _sum_preparations(rows: Sequence[Preparation], sums: Sequence[str], **facts:
 def _divide_preparation_times(
     rows: Iterable[Row], request_ns: int, recording: Recording
 ) -> tuple[dict[str, int], dict[str, int], bool]:
-    """Return the times of loading and compiling before and after the first request, without time in requests. The last
-    result is True if overwritten spans make the times uncertain."""
+    """Return the times of loading and compiling before the first request, and those after it. Time in requests does not
+    count. The last result is True if overwritten spans make the times uncertain."""
     before, after = dict.fromkeys(WORDS.values(), 0), dict.fromkeys(WORDS.values(), 0)
     on_both_sides = False
     for row in rows:

@@ -98,7 +98,7 @@ def shorten(text: str, limit: int) -> str:
 
 def shorten_distinctly(texts: Sequence[str], limit: int) -> list[str]:
     """Shorten texts to at most `limit` columns, so that different texts remain different. Texts that would become equal
-    lose their common beginning instead. If they are still equal, they get numbers."""
+    lose their common beginning, not their middle. If they are still equal, they get numbers."""
     alike: dict[str, list[str]] = {}
     for text in dict.fromkeys(texts):
         alike.setdefault(shorten(text, limit), []).append(text)

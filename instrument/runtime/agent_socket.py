@@ -323,7 +323,7 @@ INTERPRETER, BEGINNINGS = "python", "agents"
 """The names of files in a run's folder: a link to the agents' interpreter, and the agents' start times."""
 
 MOST_AGENTS, AGENTS_WINDOW_S = 10, 600.0
-"""The maximum number of agents that start for a run within this many seconds. Further starts are refused."""
+"""The maximum number of agents that start for a run within `AGENTS_WINDOW_S` seconds. Further starts are refused."""
 
 LOCK_RETRY_S, LOCK_TRIES = 0.01, 50
 """The seconds between two attempts to lock the start of an agent, and the maximum number of attempts."""
@@ -364,7 +364,7 @@ def start_agent(listener: socket.socket, run: str, first: int) -> None:
 
 def can_replace_agent(path: Path) -> bool:
     """Return True if a process of the run may replace an ended agent. An agent that a user started by hand is never
-    replaced. As the first process of a container, `instrument run` restarts the agent itself."""
+    replaced. If `instrument run` is the first process of a container, only it restarts the agent."""
     folder = path.parent
     is_of_container = parse_first_pid(folder.name) == 1 and FIRST in os.environ
     is_of_run = folder.name == os.environ.get("INSTRUMENT_RUN") and not is_of_container

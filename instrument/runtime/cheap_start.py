@@ -66,7 +66,8 @@ if TYPE_CHECKING:
 else:
 
     class _NamedTupleType(type):
-        """Makes a class with annotated names a tuple with these names for its items."""
+        """A metaclass that makes a named tuple of a class. The class's annotated names become the names of the
+        items."""
 
         def __new__(kind, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> type:
             cls = type.__new__(type, name, (_Named,), {**namespace, "__slots__": ()})
@@ -128,7 +129,8 @@ else:
             return method
 
     def dataclass(cls: Any = None, /, *, frozen=False, slots=False, eq=True, kw_only=False) -> Any:
-        """Make a class a dataclass. Options are those of `dataclasses.dataclass`; annotations are text."""
+        """Make a class a dataclass. The options are those of `dataclasses.dataclass`. The class's annotations must be
+        text."""
         if cls is None:
             return lambda decorated: dataclass(decorated, frozen=frozen, slots=slots, eq=eq, kw_only=kw_only)
         namespace = dict(vars(cls))

@@ -22,10 +22,11 @@ else:
     ast, linecache = LazyModule("ast"), LazyModule("linecache")
 
 MAINS = ("__main__", "__mp_main__")
-"""The values of `__name__` in a main module: of a program, and of a child that multiprocessing has spawned."""
+"""The `__name__` of a program's main module, and of the main module of a child that multiprocessing has spawned."""
 
 _WATCHED = ("<module>", "_bootstrap")
-"""The names of code objects that may be a main module's start: a module body, or a spawned child's first function."""
+"""The names of the code objects in which a main module may start: a module body, or a spawned child's first
+function."""
 
 
 def list_names_of_module(module: ModuleType) -> tuple[str, ...]:
@@ -50,7 +51,7 @@ def script_name() -> str:
 
 
 class MainNames(ModuleType):
-    """A module object for a namespace that is no module's, such as the namespace of a spawned child's functions."""
+    """A module object for a namespace without a module, such as the namespace of a spawned child's functions."""
 
     def __init__(self, names: dict[str, Any]) -> None:
         super().__init__(MAINS[0])
@@ -206,7 +207,7 @@ class Watch:
             self._listen_for_body()
 
     def await_body(self) -> None:
-        """Prepare to watch the body that `runpy` runs next on this thread. It may be the main module."""
+        """Prepare to watch the body that `runpy` runs next on this thread. The body may be the main module's."""
         self._is_next = True
         self._listen_for_body()
 

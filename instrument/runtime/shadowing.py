@@ -22,8 +22,8 @@ _LIBRARIES = frozenset({"isal", "msgspec", "numpy", "opentelemetry", "yaml"})
 
 
 def guard_imports(folders: Iterable[str] = ()) -> None:
-    """Make our imports ignore modules that have names of the standard library. The modules in `folders` are ignored,
-    and those that come before the standard library on `sys.path`."""
+    """Make our imports ignore modules with the names of standard modules. Such modules may be in `folders`, or in
+    folders before the standard library on `sys.path`."""
     before = []
     for entry in sys.path:
         if entry.startswith(_STANDARD) or entry.endswith(".zip"):

@@ -17,11 +17,10 @@ from types import FrameType
 from typing import Any, NoReturn
 
 RESETTABLE_SIGNALS = (signal.SIGINT, signal.SIGHUP)
-"""The signals that get our handler only if the service first sets a handler of its own, and then sets the default
-again.
+"""The signals that get our handler when the service replaces its own handler by the default.
 
-In all other cases the default remains set, because it ends a program even while the main thread runs C code. A handler
-in Python cannot do this.
+Without an earlier handler of the service, the default remains set, because it ends a program even while the main thread
+runs C code. A handler in Python cannot do this.
 """
 
 

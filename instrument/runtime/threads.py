@@ -159,8 +159,8 @@ _child_begins: Callable[[], None] | None = None
 
 
 def hook_forks(before: Callable[[], None], in_parent: Callable[[], None], in_child: Callable[[], None]) -> None:
-    """Call functions before and after each fork. C code forks without Python's hooks. Then `catch_up_with_fork` calls
-    `before` and `in_child`."""
+    """Call functions before and after each fork. A fork by C code does not call them. After such a fork,
+    `catch_up_with_fork` calls `before` and `in_child`."""
     global _child_begins
 
     def begin_child() -> None:

@@ -152,7 +152,7 @@ class SessionDiagnostics:
 
     def notes(self, *, with_muted: bool = True, of_all: bool = True) -> list[str]:
         """Return a sentence for each target that was not observed, and for each fault. `with_muted` adds muted sites.
-        `of_all` adds rules whose modules are not imported here, which the run's first process reports."""
+        `of_all` adds rules whose modules are not imported here. The run's first process reports such rules."""
         verdicts = drop_recorded_elsewhere(self.verdicts(of_all=of_all), board.read_marks())
         unreported = ("attached", "uncalled") if self.has_waiting_notes else ("attached", "uncalled", "waiting")
         idle = self.selection.idle_preset_rules()

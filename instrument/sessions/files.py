@@ -264,7 +264,7 @@ class Saving:
             FAULTS.attempt("room for the summary", self._remove_oldest_files)
 
     def import_file_writers(self) -> None:
-        """Import the modules that write windows. A fork during a later import on a thread would leave the child a
+        """Import the modules that write windows now. If a thread imported them later, a fork could leave the child a
         half-done import."""
         if asks_for_files(self._session.profile.export) and self._session.profile.schedule is not None:
             with count_library_threads():

@@ -238,10 +238,10 @@ def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | Non
 
     Every span is sent once. A span that is open at a window's edge is sent with its first window, clipped and marked.
     If the session already exports to the same endpoint with the same headers, the session sends the window, without
-    steps. Then only requests among the open spans are sent, after they have ended.
+    steps. In that case, an open span is sent only if it is a request, after the request has ended.
 
-    After a failure the rest of the window is not sent. Its spans count in the session's losses, the window in
-    `Profiler.failures`. Raises `ProfileError` for an invalid endpoint or headers.
+    After a failure the rest of the window is not sent. The spans count in the session's losses, and the window counts
+    in `Profiler.failures`. Raises `ProfileError` for an invalid endpoint or headers.
     """
     settings: dict[str, Any] = {"endpoint": endpoint, "headers": None if headers is None else dict(headers)}
     settings = {name: value for name, value in settings.items() if value is not None}

@@ -191,8 +191,8 @@ class Leaving:
         return environment.is_first_process_of_run() and (is_of_run or first_pid == os.getpid())
 
     def _say_goodbye(self, deadline: Deadline, *, is_due: bool) -> None:
-        """Send the goodbye to the agent, and print a summary. The last process on a standard stream prints one report
-        on the whole run. Without an agent, or with a summary file, each process reports on itself."""
+        """Send the goodbye to the agent, and print a summary. If summaries go to a standard stream, the last process
+        prints one report on the whole run. Without an agent, or with a summary file, each process reports on itself."""
         account, profile = self._recorded.account, self._recorded.profile
         settings = profile.export.summary
         if settings is None:

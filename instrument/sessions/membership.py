@@ -175,7 +175,7 @@ class Membership:
         self, facts: Mapping[str, Any], save: Callable[[str], object] | None, deadline: Deadline
     ) -> Mapping[str, Any]:
         """Send the goodbye to the agent, and return the agent's answer on who prints the run's report. The agent
-        answers only with `save`, a function that writes this process's recording to a path for that report. Keys of the
+        answers only if `save` is given. `save(path)` writes this process's recording for that report. Keys of the
         answer:
 
         - `others`: a running process will print the report.

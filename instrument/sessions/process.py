@@ -169,11 +169,10 @@ def summary(**options: Any) -> str:
       cost
     - `torch_trace`: a trace file of `torch.profiler` from the same time, for kernels, allocations and FLOPs
     - `tracer_option`: Default, OpDetail or AllOpDetail; `state`: CPU, GPU or All
-    - `sorted_by`: default, calls, total, max, min, ave, or one of the last four with cpu_ or gpu_ before it, also
-      cpu_total, gpu_total
-    - `rows`: the maximum number of rows of each table, None for `most` or for all
+    - `sorted_by`: default, calls, total, max, min or ave; the last four also with the prefix cpu_ or gpu_
+    - `rows`: the maximum number of rows of each table, None for all
     - `least_ns`: the minimum time of a row in ns
-    - `threads`: merged, apart or both; `unit`: of times, s, ms, us or ns
+    - `threads`: merged, apart or both; `unit`: s, ms, us or ns, for times
     - `corrected`: subtracts the cost of the probes below a span from self times; `skip_first`: the number of first
       iterations to leave out of means
     - `requests_by`: endpoint, or an attribute by which views group requests; `at_most`: the maximum number of groups,
@@ -345,7 +344,7 @@ def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
 
 
 _resending: dict[int, int] = {}
-"""The id of this process for each signal that it is sending itself again, otherwise 0."""
+"""The id of this process by signal, if the process is sending the signal to itself again, otherwise 0."""
 
 
 def _is_in_own_code(frame: FrameType | None) -> bool:
@@ -379,8 +378,8 @@ _forking = local()
 
 
 def _before_fork() -> None:
-    """Wait for a reload on another thread. Make the board, shared memory in which the processes of a run mark the rules
-    that they use."""
+    """Wait for a reload on another thread. Make the run's board if it has none: shared memory in which processes mark
+    the rules that they use."""
     session = _session
     if session is not None and not os.environ.get(board.VARIABLE):
         session.leaving.undos.append(board.make_board())

@@ -41,8 +41,8 @@ Answer = Mapping[str, Any]
 
 class Request(NamedTuple):
     """A request to a process to reload its profile from `path`, by default the process's own file. `service` limits it
-    to processes of that service. With `switch`, `path` may be another file than the own one. `records` does not reload,
-    but switches the recording on or off."""
+    to processes of that service. With `switch`, `path` may be any profile. A request with `records` switches the
+    recording on or off, and reloads nothing."""
 
     path: str | None = None
     service: str | None = None
@@ -113,8 +113,8 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 def describe_exemption(request: Request, now: Profile, file: Path | None) -> str:
     """Return "" if this process must obey a request, else a text that describes the process. Raises `ProfileError`.
 
-    A request is for processes whose own file it names. With `switch`, it is for all processes of the service in the
-    named profile.
+    A request is for processes whose own file is the request's `path`. With `switch`, it is also for processes of the
+    service that the profile at `path` names.
     """
     service, path = request.service, request.path
     is_own = path is None or (file is not None and _is_same_file(Path(path), file))
@@ -165,7 +165,8 @@ def change_rules(selection: Selection, now: Profile, to: Profile) -> tuple[list[
 
 
 class Generations:
-    """The successive profiles of a session, which a call, a request of the agent, or a changed file replaces.
+    """The successive profiles of a session. A call, a request of the agent, or a changed file replaces the current
+    profile.
 
     `enter(profile)` applies the settings of a profile whose rules are attached. `refine(profile)` does so for the
     current profile with added rules. `has_ended()` returns True once the session has stopped. After a change, call
@@ -320,7 +321,7 @@ AGENT_RETRY_S = 1.0
 
 class ControlThread:
     """A thread that handles the agent's messages and changes of the profile's file. `end_of_main_thread()` returns a
-    function to call after the end of the main thread. It returns None if the process does not end with that thread."""
+    function to call after the main thread has ended, or None if the process does not end with that thread."""
 
     def __init__(
         self,

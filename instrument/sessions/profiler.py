@@ -47,7 +47,7 @@ STEP_LIMIT_S = 1.0
 """Seconds for which the end of the session waits for a call of `step` on another thread."""
 
 _ANY_THREAD = 0
-"""The key of the waits in `Profiler.loader`, which count for steps on all threads."""
+"""The thread key of waits in `Profiler.loader`. Such waits count for the steps of all threads."""
 
 
 class Profiler:
@@ -70,7 +70,7 @@ class Profiler:
       order of the windows; `stop` waits for that thread at most `WAIT_LIMIT_NS`. A failed handler, or a window that was
       dropped because newer ones came too fast, is noted and counted in `failures`. It never stops the loop.
     - `state` and `tracer_option` are those of the profile.
-    - `timer_only` measures the steps and records nothing, even against the profile.
+    - `timer_only` measures the steps and records nothing, even with a `profile`.
     - `torch` makes torch.profiler run in each window, if torch is imported. Its operators become spans, and the window
       gets its kernels, allocations and floating-point operations. `torch` is True, False, or options, see
       `TorchOptions`: ``{"record_shapes": True, "profile_memory": True, "limit_s": 2.0}``. The default is True if the
@@ -208,8 +208,8 @@ class Profiler:
         self._samples += [Sample(name, HOST, now_ns, value) for name, value in values.items()]
 
     def _find_state(self, schedule: States, step: int) -> State:
-        """Return the state of a step by a user's schedule. An error at step 0 is raised. A later error is noted, and
-        makes its step CLOSED."""
+        """Return the state that the user's schedule gives a step. Raises the error of step 0. After a later error, the
+        step is CLOSED."""
         try:
             value = schedule(step)
             problem: Exception = ProfileError(

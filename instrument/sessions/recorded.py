@@ -362,9 +362,9 @@ class Recorded:
     ) -> str:
         """Return a report on everything since the start.
 
-        `views` are the names of the views, in order. The default views are those of the profile. If it has none, the
-        default is `brief`, or `events` if `tracer_option`, `threads` or another `state` than `All` is given. `options`
-        are those of `instrument.report.view.Options`.
+        `views` are the names of the views, in order. The default views are those of the profile. If the profile names
+        none, the default is `brief`. It is `events` if `tracer_option`, `threads` or a `state` other than `All` is
+        given. `options` are those of `instrument.report.view.Options`.
 
         Views of totals cover all calls. Views of spans cover the spans that are still in memory, and report the time
         from which on they are complete.
@@ -432,8 +432,8 @@ def _find_caller_in_environment() -> str:
 def choose_first_request(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tuple[FirstCall | None, str]:
     """Return the first request that did work, and the reason for the choice.
 
-    A call of a site in `sites` is preferred, else the earliest request with a recorded call below it. Health probes do
-    no work. Returns None if the result would be the very first request.
+    The earliest call of a site in `sites` is chosen, if any. Otherwise, requests with a recorded call below them are
+    preferred. Health probes do no work. Returns None if the result would be the very first request.
     """
     calls = {node: FirstCall(tree.site(node), *first) for node, first in firsts.items()}
     named_call = _earliest_call(call for call in calls.values() if call.site in sites)

@@ -284,8 +284,8 @@ class Session:
 
         New rules are attached, also to modules that are already imported. Rules that are missing in the new profile are
         detached. Rules in both profiles continue with the same totals. The settings in `profile_reload.FIXED_SETTINGS`
-        keep their values, which the result reports. The change takes about ten milliseconds. The service continues
-        meanwhile.
+        do not change. The result names those that differ in the new profile. The change takes about ten milliseconds.
+        The service continues meanwhile.
 
         Raises `ProfileError` for an invalid profile, and `StateError` for a session that has ended or has no file. The
         current profile then remains in use.

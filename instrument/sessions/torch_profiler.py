@@ -205,7 +205,7 @@ MARKS = 4
 """The number of marks at each end of a window, which align torch's clock with ours."""
 
 ROUNDS, TRIALS = 8, 32
-"""The number of rounds that measure the time of torch operators, and of operators per round."""
+"""The number of rounds in a measurement of torch operators, and the number of operators per round."""
 
 OPTIONS = ("record_shapes", "profile_memory", "with_flops", "with_stack", "limit_s")
 

@@ -108,8 +108,9 @@ def schedule(
 class Windows:
     """A counter of steps that begins and ends windows by a schedule. Without a schedule, all steps are one window.
 
-    The first window begins at `start_ns`, by default in `begin_window`. `steps` is the number of the current step, and
-    `state` its state. `count` is the number of ended windows, and `first_step` the first step of the newest window.
+    Without `start_ns`, the first window begins with a call of `begin_window`. `steps` is the number of the current
+    step, and `state` its state. `count` is the number of ended windows. `first_step` is the first step of the newest
+    window.
     """
 
     def __init__(self, schedule: Schedule | States | None, start_ns: int | None = None, count: int = 0) -> None:

@@ -224,7 +224,7 @@ MOST_PAIRS = 40_000
 """The maximum number of batch members in a simulation. Later requests are left out."""
 
 TOLERANCE = 0.1
-"""The largest relative error of the mean queue time at which a simulation is sound."""
+"""The maximum relative error of the mean queue time in a sound simulation."""
 
 
 @dataclass(frozen=True)

@@ -167,7 +167,8 @@ def _find_longest_cause(trace: Columns, joined: Joined, place: int, times: Union
 
 
 def find_blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
-    """Return the row of the span that blocked each event loop. An unknown span has the row of the blocked loop."""
+    """Return the row of the span that blocked each event loop, or the row of the blocked loop if that span is
+    unknown."""
     names = [str(name or "") for name in trace.attributes.values(BLOCKED_BY, blocked_rows)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(filter(None, names)))}
     of_site = np.array([numbers.get(site.name, NONE) for site in trace.sites] or [NONE], dtype=np.int64)
@@ -230,7 +231,7 @@ ROUNDS = 3
 """The number of successive fits. Each fit leaves out the steps far from the previous one."""
 
 FAR = 4.0
-"""The multiple of the median distance beyond which the next fit leaves a step out."""
+"""The deviation from a fit above which the next fit leaves a step out, as a multiple of the median deviation."""
 
 PATHS = 64
 """The maximum number of sites with an excess time of their own. Further sites share one."""
@@ -242,7 +243,7 @@ UNEVEN = 1.2
 """The ratio of padded to real weight above which a step is uneven."""
 
 PADS = 0.7
-"""The ratio of two fits' errors, with and without padding, below which an engine pads its batches."""
+"""The maximum error of a fit with padding, relative to the fit without it, if an engine pads its batches."""
 
 HEAVY = 4.0
 """The multiple of the median weight above which a member of a step is heavy."""

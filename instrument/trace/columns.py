@@ -84,7 +84,7 @@ class RelinkedSets:
 class Attributes:
     """The attributes of spans by row, decoded on access.
 
-    `number` is the index of each row's set of attributes, or `NONE`. Indices count through all `tables`.
+    `number` is the index of each row's set in the concatenated `tables`, or `NONE`.
     """
 
     def __init__(self, number: NDArray[Any], tables: Sequence[AttributeSets] = ()) -> None:

@@ -147,7 +147,8 @@ def _collect_original_ids(trace: Columns, process: Int64s, ids: Sequence[SpanKey
 
 
 IntervalsOf = Callable[[Int64s, Int64s, Int64s], DeviceIntervals]
-"""A function from span ids, wanted rows and start times to the device intervals of the wanted rows."""
+"""A function that returns the device intervals of a process's wanted rows. Its arguments are the ids of all spans, the
+wanted rows, and the start times of all spans."""
 
 
 class SettledRows(TraceRows):

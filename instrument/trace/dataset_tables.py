@@ -88,7 +88,7 @@ def make_texts(numbers: NDArray[Any], names: Sequence[str | None]) -> Any:
 
 
 def make_ids(*halves: UInt64s) -> Any:
-    """Return ids of 64 or 128 bits as fixed-size bytes, the most significant first. An id of 0 is NULL."""
+    """Return ids of one or two 64-bit numbers as big-endian bytes. An id of 0 is NULL."""
     arrow, parts = import_pyarrow(), np.stack(halves, axis=1)
     is_given = np.packbits(parts.any(axis=1), bitorder="little").tobytes()
     data = parts.astype(">u8").tobytes()
@@ -274,7 +274,7 @@ class TraceRows:
         return self._make_table("spans", rows, trace.start_ns[rows], columns)
 
     def _find_linked_span(self, row: int, link: tuple[int, int]) -> tuple[int, int, int]:
-        """Return the two halves of the trace id, and the span id, of a linked span. An unknown span has the ids 0."""
+        """Return both halves of a linked span's trace id, and its span id. Returns zeros for an unknown span."""
         (cause,) = find_rows(self.trace.span_id, np.array(link[:1], dtype=np.int64)).tolist()
         return (0, 0, 0) if cause == NONE else tuple(int(ids[cause]) for ids in self.keys[:3])  # type: ignore[return-value]
 

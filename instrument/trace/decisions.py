@@ -41,8 +41,8 @@ OPEN = 255
 
 class Gathered:
     """The undecided rows of several processes' recordings, as one trace. `member` is the index of each row's recording.
-    `place` is the row in it, or `NONE` for an open span. `own` and `own_root` are the recording's ids of the span and
-    of its root."""
+    `place` is the index of the row in that recording, or `NONE` for an open span. `own` and `own_root` are the
+    recording's ids for the span and its root."""
 
     def __init__(self, members: Sequence[UnsettledRows], horizon_ns: int) -> None:
         self.members = members

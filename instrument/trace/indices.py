@@ -292,7 +292,8 @@ def are_at_or_above(parents: Int32s, rows: NDArray[Any]) -> Bools:
 
 
 def find_least_at_or_below(parents: list[int], numbers: list[int]) -> list[int]:
-    """Return, per row, the least number of the row and its descendants. Parents must come before their children."""
+    """Return, per row, the minimum of the numbers of the row and its descendants. Parents must come before their
+    children."""
     least = [*numbers]
     for row in range(len(parents) - 1, -1, -1):
         above = parents[row]

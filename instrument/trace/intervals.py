@@ -71,8 +71,8 @@ class Unions(NamedTuple):
         return self._lengths_until(groups, ends) - self._lengths_until(groups, starts)
 
     def _lengths_until(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
-        """Return the length of the group's intervals before each time. The result includes the length of all lower
-        groups, which cancels out in differences."""
+        """Return the total length of intervals before each time, in its group and in all lower groups. The lower groups
+        cancel out in differences."""
         before = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
         starts, times_on_axis = shift_to_one_axis((self.groups, self.starts), (groups, times))
         index = np.searchsorted(starts, times_on_axis, side="right")

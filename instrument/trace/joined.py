@@ -79,7 +79,8 @@ class Joined:
 def join_requests(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Joined:
     """Return the requests of a trace with the spans that serve them. `owner` has each row's request, if already known.
 
-    `apart_ns` is the largest difference of the processes' clocks, by which a span may seem to begin before its request.
+    `apart_ns` is the largest difference of the processes' clocks. A span may seem to begin this much earlier than its
+    request.
     """
     if owner is None:
         owner = trace.find_topmost_wanted_rows(trace.are_of_kind("request"))

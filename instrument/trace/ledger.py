@@ -96,8 +96,8 @@ class Ledger:
         return {self.names[part]: time_ns for part, time_ns in rows}
 
     def times_by_part(self, columns: Mapping[str, str], count: int) -> dict[str, Int64s]:
-        """Return a column with the times of all `count` requests for each part in `columns`. `columns` maps parts to
-        column names."""
+        """Return a column per part in `columns`, with the times of all `count` requests. `columns` maps parts to column
+        names."""
         times = {column: np.zeros(count, dtype=np.int64) for column in columns.values()}
         for number, name in enumerate(self.names):
             if name in columns:
@@ -380,10 +380,11 @@ def _find_hand_offs(trace: Columns, joined: Joined) -> Intervals:
 def _find_queue_begins(
     trace: Columns, hand_offs: Intervals, groups: Int64s, of: Int64s, begins: Int64s, upto: Int64s, otherwise: Int64s
 ) -> Int64s:
-    """Return the begin of the queue of each group in `of`: the end of the newest hand-off span that began by `upto`.
+    """Return the begin of the queue of each group in `of`.
 
-    If that span failed or was still open, its start counts. If there is none, `otherwise` counts. `begins` has the
-    starts of the requests, before which no queue begins.
+    A queue begins at the end of the newest hand-off span that began by `upto`. It begins at that span's start if the
+    span failed or was still open. Without a hand-off span, it begins at `otherwise`. No queue begins before its
+    request, which starts at `begins`.
     """
     if not len(groups):
         return otherwise

@@ -65,7 +65,7 @@ class Merged:
 
     @property
     def header(self) -> str:
-        """A line for reports with the numbers of files, processes and runs, and their clock."""
+        """A line for reports with the numbers of files, processes and runs, and the clock of the merge."""
         text = f"{self.files} file{'s' * (self.files != 1)} of {self.processes} process{'es' * (self.processes != 1)}"
         text += f" in {self.runs} runs" * (self.runs > 1)
         if self.clock == MONOTONIC:
@@ -202,7 +202,7 @@ def _merge_columns(parts: Sequence[MergedFile], numbers: Numbers, absent: dict[t
 def _choose_rows(
     parts: Sequence[MergedFile], span_id: Int64s, site: Int64s, thread_id: Int64s, start_ns: Int64s, end_ns: Int64s
 ) -> Int64s:
-    """Return, for each row of all files, the row that is kept for the same span. It may be in another file."""
+    """Return, for each row, the row that is kept of its span. Several files of a process may have the same span."""
     chosen = np.arange(len(span_id))
     processes = [part.process for part in parts]
     process = np.repeat(processes, [len(part.trace) for part in parts])
@@ -221,7 +221,8 @@ def _choose_rows(
 
 
 def _merge_parent_ids(parts: Sequence[MergedFile], absent: dict[tuple[int, int], int]) -> tuple[Int64s, Int64s]:
-    """Return the merged ids of parents and of roots. Adds ids without a span to `absent`, by process and own id."""
+    """Return the merged ids of parents and of roots. A parent or root without a row gets a new id in `absent`, by
+    process and old id."""
     above = 1 + sum(len(part.trace) for part in parts)
     columns = []
     for part in parts:

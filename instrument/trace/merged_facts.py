@@ -94,7 +94,7 @@ class MergedFile:
 class Numbers:
     """The merged sites, and the merged numbers of threads, streams and devices of all files.
 
-    Sites with equal keys become one site in `sites`. It has the attributes that all of them share.
+    Sites with equal keys become one site in `sites`, with the attributes that they share.
     """
 
     def __init__(self, parts: Sequence[MergedFile]) -> None:

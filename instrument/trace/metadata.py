@@ -228,8 +228,8 @@ class Metadata:
         add_gauges_of_file(check_type(facts.get("gauges", {}), dict))
 
     def make_trace(self, spans: Sequence[Span], samples: list[Sample]) -> Trace:
-        """Return the trace with the given spans and samples. Adds the samples without a value, which are only in the
-        metadata."""
+        """Return the trace with the given spans and samples. Adds a sample without a value for each unreported
+        gauge."""
         facts = self._facts
         samples += [
             read_sample(self.base_ns, name, device, since_ns, None)

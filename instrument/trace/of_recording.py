@@ -39,8 +39,8 @@ NO_DETAIL = "errors and attributes of spans overwritten by newer ones"
 
 
 class RowDetail(NamedTuple):
-    """The values of a span that few spans have. `active_ns` is -1 if the span was active all the time. `remote` is the
-    remote parent."""
+    """The values of a span that most spans do not have. `active_ns` is -1 if the span was active all the time. `remote`
+    is the remote parent."""
 
     active_ns: int = -1
     error: str | None = None
@@ -178,8 +178,8 @@ class RowDetails:
 class RowSnapshot:
     """A copy of the rows and open spans of a recording at one moment. A copy takes about 10 ns per row.
 
-    `details` are as `Mapped.copy_details` returns them. Rows may be missing for threads in `wrapped`, whose rings
-    have overwritten rows, and in `given_up`, which have ended.
+    `details` are as `Mapped.copy_details` returns them. Rows may be missing for threads in `wrapped`, because their
+    rings have overwritten rows, and for ended threads in `given_up`.
 
     Trees that began before the process served requests have the parent `remote`.
     """

@@ -64,8 +64,8 @@ def move_facts_to_requests(facts: Trace) -> Trace:
 
 
 def build_request_trees(trace: Columns, joined: Joined, run: str = "") -> Columns:
-    """Return the trace with one tree per request. Facts, which rules read from calls, move to the requests. Without a
-    `run`, keys give no trace ids."""
+    """Return the trace with one tree per request. Facts move from calls to their requests. Without a `run`, no trace
+    ids are made from keys."""
     trace = move_facts(trace, joined)
     moves, served_rows = _find_moved_rows(trace, joined), np.flatnonzero(joined.of != NONE)
     is_elsewhere = trace.root_id[served_rows] != trace.root_id[joined.rows[joined.of[served_rows]]]
@@ -79,7 +79,7 @@ def build_request_trees(trace: Columns, joined: Joined, run: str = "") -> Column
 
 
 def _move_rows(trace: Columns, joined: Joined, moves: Int64s, served_rows: Int64s) -> Columns:
-    """Return the trace with the given rows below their hand-off spans, and with the ids of the roots that follow."""
+    """Return the trace with the given rows below their hand-off spans or requests. The root ids change accordingly."""
     parent = trace.parent.copy()
     requests = joined.rows[joined.of[moves]]
     parent[moves] = _find_new_parents(trace, joined, moves)
@@ -192,8 +192,7 @@ CACHED_TOKENS, PREEMPTIONS = "gen_ai.usage.cache_read.input_tokens", "engine.pre
 
 
 def move_facts(trace: Columns, joined: Joined) -> Columns:
-    """Return the trace with facts, which rules read from calls, moved to the calls' requests. Facts of unknown requests
-    remain."""
+    """Return the trace with facts moved from calls to their requests. Facts of unknown requests remain."""
     rows = trace.attributes.rows_with_attribute(FACTS)
     if not len(rows):
         return trace
@@ -255,7 +254,7 @@ class ProcessRows(NamedTuple):
     """A process of a merged trace, with its rows ordered by tree and then by start time.
 
     `numbers` has the process's own numbers, or is None if they do not differ. `interruptions` has the spans that
-    interrupt each row, which are not among `rows`.
+    interrupt each row. Such spans are not among `rows`.
     """
 
     facts: Trace
@@ -327,8 +326,8 @@ class Interruptions:
         self._newest: list[Span] = []
 
     def attach_to_spans(self, trace: Columns) -> tuple[Int64s, Mapping[int, Sequence[Span]]]:
-        """Return the rows that are not interruptions, and the interruptions of each row, also those from earlier
-        traces."""
+        """Return the rows that are not interruptions, and the interruptions of each row. Interruptions from earlier
+        traces are included."""
         alone = trace.are_of_sites([is_interruption(site) for site in trace.sites])
         if alone.any():
             _, trees, sizes = np.unique(trace.root_id, return_inverse=True, return_counts=True)

@@ -65,9 +65,10 @@ def were_suspended(trace: Columns) -> Bools:
 
 
 def remove_overlaps(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Return intervals without overlaps, ordered by group and time, as indices of the given intervals, begins and ends.
+    """Return intervals without overlaps, ordered by group and time. The three arrays are the index of the given
+    interval, the begin and the end.
 
-    Each instant belongs to the open interval of the group with the highest rank. The ranks must be distinct.
+    Each instant of a group belongs to the open interval with the highest rank. The ranks must be distinct.
     """
     filled = np.flatnonzero(starts < ends)
     if not len(filled):

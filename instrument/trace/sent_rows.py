@@ -278,7 +278,8 @@ DECISION_WAIT_NS = 2 * 10**9
 
 CONTEXT_NS = 3 * 10**9
 MOST_CONTEXT = 4_000
-"""The maximum number of settled rows older than `CONTEXT_NS` kept per process, for later rows that need them."""
+"""The maximum number of settled rows kept per process for later rows. Above it, rows older than `CONTEXT_NS` are
+dropped."""
 
 MOST_AT_ONCE = 12_500
 """The maximum number of rows that a round decides on, to bound its memory. The oldest come first."""

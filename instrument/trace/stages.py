@@ -33,7 +33,7 @@ FIRST_BATCH, LATER_BATCHES = "first batch", "later batches"
 """The names of the two stages of a request that generates no tokens."""
 
 STALLED_BY = "instrument.stalled_by"
-"""The attribute of a stall with the name of the batches that took most of it."""
+"""The attribute that names the longest-running batches of a stall."""
 
 STEPS = "instrument.decode.steps"
 
@@ -240,8 +240,8 @@ def make_stage_spans(
 
 
 class BatchSeries(NamedTuple):
-    """Series of batches that serve one request, with one name, on one thread. `number` is the series of each batch.
-    `order` has the batches by series. `spent_ns` is the total time of a series."""
+    """Series of batches. A series has the batches of one name and thread that serve one request. `number` is the series
+    of each batch. `order` has the batches by series. `spent_ns` is the total time of a series."""
 
     number: Int64s
     order: Int64s
@@ -281,9 +281,9 @@ class Parts:
 class StepKinds:
     """The kinds of engine steps, learned from requests. A kind is a group of batch names.
 
-    Two names are of one kind if they alternate in at least half of the requests with several batches of either name.
-    Without such requests, equal weights within a request decide. Names are also of one kind if only one of them has
-    weights.
+    Two names are of one kind if their batches alternate in at least half of the requests. Only requests with several
+    batches of either name count. Without such requests, names are of one kind if their weights are equal, or if one of
+    them has no weights.
     """
 
     def __init__(self) -> None:
@@ -350,7 +350,7 @@ APART = 8
 """The minimum weight of a batch with a prompt, as a multiple of the lightest batch's weight."""
 
 LEAST_CHUNKS = 2
-"""The number of equally heavy batches above which they are the chunks of one prompt."""
+"""The number of a request's steps above which equally heavy steps are the chunks of one prompt."""
 
 CLEARLY = 2
 """The ratio of two batches' weights above which one batch is clearly heavier than the other."""
@@ -381,7 +381,8 @@ def find_steps(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
     """Return the engine steps that served each request. `kinds` maps a batch name to its kind, and to the name of the
     batches that represent steps.
 
-    Threads that run equally many representing batches at once are workers of the same steps. Other threads take turns.
+    Threads that run equal numbers of such batches at once are workers of the same steps. Other threads run different
+    steps.
     """
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kind for kind, _ in kinds.values()))}
     kind_of_name = np.array([numbers[kinds[name][0]] if name in kinds else 0 for name in parts.names], dtype=np.int64)
@@ -422,8 +423,8 @@ def find_steps(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
 def count_prefills(parts: Parts, steps: Steps, sent_ns: Int64s, least: Mapping[str, int]) -> Int64s:
     """Return, per request, the number of steps that make its first token.
 
-    `least` is the least weight of each batch name. If all steps of a request are clearly heavier, they all make its
-    only token. `sent_ns` has the times at which requests sent the first part of a streamed answer, else `FARTHEST`.
+    `least` is the least weight of each batch name. If all steps of a request are at least `APART` times as heavy, all
+    of them count. `sent_ns` has the times at which requests sent the first part of a streamed answer, else `FARTHEST`.
     """
     counts = np.ones(len(steps.first), dtype=np.int64)
     weights, names, ordinal = parts.weight[steps.lead], parts.name[steps.lead], steps.number_in_request

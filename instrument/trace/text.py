@@ -57,7 +57,7 @@ def remove_surrogates(text: str) -> str:
 def make_json_value(value: object, depth: int = 0, *, finite: bool = True) -> Any:
     """Return a value that strict JSON and viewers accept. Without `finite`, infinities and NaN remain.
 
-    Never fails, and runs no code of foreign types: the text of a tensor would wait for the device and expose its data.
+    Never fails. Runs no code of foreign types, because `str` of a tensor would wait for the device and expose its data.
     """
     if isinstance(value, str):
         return remove_surrogates(value)

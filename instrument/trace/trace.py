@@ -294,8 +294,8 @@ NO_NOTES = OwnNotes()
 class MergedProcess:
     """A process of a merged trace. `facts` is a trace without spans, on the process's own clock.
 
-    `windows` are the intervals of its files. `threads`, `devices`, `streams` and `absent` map merged numbers to the
-    process's own numbers. `absent` is for spans without a row.
+    `windows` are the intervals of its files. `threads`, `devices` and `streams` map merged numbers to the process's own
+    numbers. `absent` maps merged ids of spans without a row to the process's ids.
 
     The times of the process were moved by `moved_ns`. `is_watched` is True if torch.profiler's data is from this
     process.

@@ -38,7 +38,7 @@ MOST_ROOTS = 10_000
 """The maximum number of requests whose decision is remembered. The oldest are forgotten first."""
 
 EARLY_BYTES = 2
-"""The maximum size of details that wait for their rows, as a multiple of the detail area."""
+"""The maximum size of details that wait for their rows, as a multiple of the size of the recording's detail area."""
 
 BEYOND = "spans beyond spans_per_request"
 TOO_LONG = "spans of requests that stayed open too long"

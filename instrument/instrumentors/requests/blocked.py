@@ -35,7 +35,7 @@ NEWEST = 256
 """The number of a thread's newest rows among which the blocking span is searched."""
 
 OPEN_LIMIT = 1_000
-"""The maximum number of open requests up to which all open spans are searched for the blocking span."""
+"""The number of open requests above which only the innermost open span is examined for a block."""
 
 BLOCKERS_KNOWN = 100
 """The maximum number of sites in `BLOCKERS`. Blocks by further sites are recorded but not counted."""
@@ -206,7 +206,8 @@ COLLECTOR = "gc"
 
 
 def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
-    """Record garbage collections that take longer than `limit_ns`, from the first span on."""
+    """Record garbage collections that take longer than `limit_ns`. Those before the process's first span are not
+    recorded."""
     callbacks: Any = module.callbacks
     now = recorder.now_ns
     begun_ns = 0

@@ -108,7 +108,7 @@ Attach = Callable[[Any, "Exchanges"], list[Undo]]
 
 
 class Exchanges:
-    """The settings of a rule for requests, and its sites. `is_on` is False after the rule's removal."""
+    """The settings and the sites of a rule for requests. `is_on` is False after the rule's removal."""
 
     def __init__(self, rule: RequestsRule, recorder: Recorder = RECORDER) -> None:
         self.recorder = recorder
@@ -338,7 +338,7 @@ class Exchange:
         return answer
 
     def set_status(self, status: Any) -> None:
-        """Store the answer's status, which survives a crash of the process. A status that is not a number becomes 0."""
+        """Store the answer's status as an attribute of the span. A status that is not a number becomes 0."""
         self.status = status if type(status) is int else int(status) if isinstance(status, int) else 0
         if self.status and self.frame is not None:
             self.facts[STATUS] = self.status
@@ -465,7 +465,7 @@ class Arrivals:
     """A factory for the exchanges of one protocol.
 
     Three functions read a server's request. `read_path` reads the path, `read_plain` the method, address, caller and
-    body length. `read_all` replaces `read_plain` if that is None or the rule needs more.
+    body length. `read_all` is called instead if `read_plain` is None, or if the rule needs more.
     """
 
     __slots__ = ("_is_plain", "_key", "_methods", "_protocol", "_read_all", "_read_path", "_read_plain", "exchanges")

@@ -36,7 +36,7 @@ SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INT
 """The statuses that are errors of the server. A span with any other status has no error."""
 
 DEADLINE_SLACK_S = 0.05
-"""Seconds before its deadline from which on a cancelled call counts as timed out."""
+"""A cancelled call counts as timed out if less than this number of seconds remains until its deadline."""
 
 NOT_BEGUN = "gRPC calls that ended before their handler was called"
 UNSEEN = "gRPC calls of handlers that do not block, not recorded"
@@ -83,7 +83,7 @@ class _Service:
             return handler
 
     def record_refusal(self, details: Any, arrivals: Arrivals | None, error: BaseException | str) -> None:
-        """Record a call that has no handler. All such calls are one endpoint. Never raises."""
+        """Record a call that has no handler. All such calls share an endpoint. Never raises."""
         exchange = None if arrivals is None else arrivals.begin_exchange((details, None, ""))
         if exchange is not None:
             exchange.facts[RPC_STATUS] = error if isinstance(error, str) else "UNKNOWN"

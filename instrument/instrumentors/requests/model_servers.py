@@ -333,7 +333,8 @@ def _attach_ray_replica(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _attach_ray_batching(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Clear the current request in the loop of `@serve.batch`, which inherits the context of a request."""
+    """Clear the current request in the loop of `@serve.batch`. The loop has inherited the context of the request that
+    started it."""
     queue = module._BatchQueue
     loop = queue._process_batches
 

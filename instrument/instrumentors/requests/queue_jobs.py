@@ -193,8 +193,8 @@ def _attach_faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _read_queue_and_time(message: Any) -> tuple[object, float | None]:
-    """Return the queue of a broker's message, and the time of its queuing or None. A batch counts as its first
-    message."""
+    """Return the queue of a broker's message, and the time when it was queued (None if unknown). A batch counts as its
+    first message."""
     while isinstance(message, (list, tuple)) and message:
         message = message[0]
     if isinstance(message, Mapping):  # of Redis: the id of a stream's message begins with ms

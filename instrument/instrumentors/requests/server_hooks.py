@@ -52,8 +52,8 @@ else:
 class Router(NamedTuple):
     """A framework's method that finds a request's route.
 
-    `route` reads the route from the module and the call's arguments. With `after`, it reads the module and the result.
-    `note` stores a route that is not None. `older` is True if older versions lack the method.
+    `route` reads the route from the module and the call's arguments or, if `after` is True, its result. `note` stores a
+    route that is not None. `older` is True if older versions lack the method.
     """
 
     module: str
@@ -66,7 +66,7 @@ class Router(NamedTuple):
 
     def attach(self, module: Any) -> list[Undo]:
         """Wrap the method, so that it names the span of an open request. Raises `AttributeError` or `TypeError` for a
-        missing method, but not with `older`."""
+        missing method, unless `older` is True."""
         owner = getattr(module, self.owner)
         if self.older and self.method not in vars(owner):
             return []
@@ -125,8 +125,8 @@ def _add_slash(pattern: str) -> str:
 
 
 def _read_channels_route(_: Any, router: Any, scope: Any, *__: Any) -> tuple[str, bool] | None:
-    """Return the pattern of the matching route of Channels. The second value is True if the route leads to another
-    router."""
+    """Return the pattern of the first route of Channels that matches. The second value is True if the route leads to
+    another router."""
     path = scope.get("path_remaining")
     if path is None:
         path = scope["path"].removeprefix(scope.get("root_path", ""))

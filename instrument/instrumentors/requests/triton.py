@@ -35,7 +35,7 @@ DROPPED = "dropped"
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """A request that a response sender answers. The object is deleted together with the sender."""
+    """An open request, which a response sender will answer. The object is deleted together with the sender."""
 
     exchange: Exchange
     context: Context
