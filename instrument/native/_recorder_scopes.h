@@ -673,10 +673,10 @@ PyDoc_STRVAR(scope_doc,
              "- `attributes`: facts of this span; `annotate` adds more from within\n"
              "- `kind`: the kind of work, \"user\" by default; the error for an unknown kind lists all kinds\n"
              "- `phase`: the part of the work, such as \"prepare\" or \"post\"; it makes the kind \"phase\"\n"
-             "- `device`: also take its time on the current stream of torch, cupy or numba; `stream` names another stream,\n"
-             "  such as `torch.cuda.current_stream(1)`, or its address\n"
+             "- `device`: also take the block's time on the current stream of torch, cupy or numba; `stream` names another\n"
+             "  stream, such as `torch.cuda.current_stream(1)`, or its address\n"
              "- `key`: the id of the request that the block works for; spans of other processes may have it, too\n"
              "- `batch`: the ids of all requests in a batch; a mapping from id to weight gives each a share of the time\n"
              "- `carrier`: headers with the `traceparent` of a caller; a request continues the trace of that caller\n\n"
-             "Exceptions pass untouched and mark the span. While recording is off it costs one branch. Raises `TargetError`\n"
-             "for a bad name, kind, phase or stream.");
+             "Exceptions pass untouched and mark the span. While recording is off, a scope costs one branch. Raises\n"
+             "`TargetError` for a bad name, kind, phase or stream.");

@@ -207,14 +207,14 @@ class Recorder(Readback):
         - `attributes`: facts of this span; `annotate` adds more from within
         - `kind`: the kind of work, "user" by default; the error for an unknown kind lists all kinds
         - `phase`: the part of the work, such as "prepare" or "post"; it makes the kind "phase"
-        - `device`: also take the block's time on the current stream of torch, cupy or numba; `stream` names another stream,
-          such as `torch.cuda.current_stream(1)`, or its address
+        - `device`: also take the block's time on the current stream of torch, cupy or numba; `stream` names another
+          stream, such as `torch.cuda.current_stream(1)`, or its address
         - `key`: the id of the request that the block works for; spans of other processes may have it, too
         - `batch`: the ids of all requests in a batch; a mapping from id to weight gives each a share of the time
         - `carrier`: headers with the `traceparent` of a caller; a request continues the trace of that caller
 
-        Exceptions pass untouched and mark the span. While recording is off, a scope costs one branch. Raises `TargetError`
-        for a bad name, kind, phase or stream.
+        Exceptions pass untouched and mark the span. While recording is off, a scope costs one branch. Raises
+        `TargetError` for a bad name, kind, phase or stream.
         """
         if not isinstance(name, str) or not name:
             raise TargetError(f"a scope needs a name, not {name!r}")
