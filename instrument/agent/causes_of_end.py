@@ -1,6 +1,7 @@
 """Describes how a process ended, in the words of the agent's messages, reports and captures.
 
-A description has the exit status or the kill for lack of memory, the spans that were open and the last gauges.
+A description has the exit status, or says that the system killed the process for lack of memory. It also has the open
+spans and the last gauges.
 """
 
 from __future__ import annotations

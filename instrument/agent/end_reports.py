@@ -1,7 +1,7 @@
 """The agent's work at the end of a process or a run: it prints messages, and saves captures and files for reports.
 
-A message goes to the service's standard error, which is opened only for the write. Otherwise its reader would wait for
-the agent after the service has ended.
+A message goes to the service's standard error, which is open only during the write. A program that reads standard
+error would otherwise wait for the agent after the service's end.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class JsonText:
         self._at += len(text[:end].encode())
         return value
 
-    def take_values(self, decode: Callable[[bytes], Value], closing: bytes) -> tuple[Value | None, bytes]:
+    def take_json_values(self, decode: Callable[[bytes], Value], closing: bytes) -> tuple[Value | None, bytes]:
         """Read the next values of a JSON list. Return the decoded values, and their text. The decoded value is None if
         the text is damaged."""
         if len(self._text) - self._at < BLOCK_BYTES:
@@ -354,7 +354,7 @@ class EventBatch(NamedTuple):
 
 def read_next_events(text: JsonText, first: int, decode_own: Callable[[bytes], list[Any]] | None) -> EventBatch:
     """Read the next events of a file. `decode_own` decodes the events of a file that `dump` has written."""
-    events, raw = text.take_values(decode_own or _decode_foreign_events, b"}")
+    events, raw = text.take_json_values(decode_own or _decode_foreign_events, b"}")
     if events is None:
         return EventBatch(_decode_damaged_events(raw, first, text.left_out))
     times_us = None
@@ -504,7 +504,7 @@ def make_valid_block(
 
 
 def read_phases(events: Sequence[Any]) -> NDArray[np.uint8]:
-    """Return the phase letter of each event. A phase of any other text becomes a blank."""
+    """Return the phase letter of each event. A phase that is not one ASCII character becomes a blank."""
     phases = [event.ph for event in events]
     odd = {phase for phase in set(phases) if len(phase) != 1 or not phase.isascii()}
     text = "".join([" " if phase in odd else phase for phase in phases] if odd else phases)

@@ -25,7 +25,7 @@ from instrument.runtime import agent_socket, file_writing
 from instrument.runtime.cheap_start import NamedTuple
 
 AMONG = 1.3
-"""The cost of a span between other code, as a multiple of the cost in a loop of spans."""
+"""The cost of a span with other code around it, as a multiple of the cost in a loop of spans."""
 
 ROUNDS, CALLS, CALLS_PER_REQUEST = 5, 200, 10
 """The rounds of a measurement, the calls of a probe per round, and the number of such calls per recorded request."""

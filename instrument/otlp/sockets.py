@@ -89,12 +89,12 @@ class TlsConnection(TcpConnection):
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         try:
             self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
-            self._repeat_step(self._tls.do_handshake, left_s)
+            self._retry_tls_call(self._tls.do_handshake, left_s)
         except BaseException:
             self.close()
             raise
 
-    def _repeat_step(self, step: Callable[[], Any], left_s: Callable[[], float]) -> Any:
+    def _retry_tls_call(self, step: Callable[[], Any], left_s: Callable[[], float]) -> Any:
         while True:
             try:
                 result = step()
@@ -120,11 +120,11 @@ class TlsConnection(TcpConnection):
 
     def send(self, data: bytes, left_s: Callable[[], float]) -> None:
         while data:
-            data = data[self._repeat_step(partial(self._tls.write, data[:_CHUNK]), left_s) :]
+            data = data[self._retry_tls_call(partial(self._tls.write, data[:_CHUNK]), left_s) :]
 
     def receive_into(self, buffer: Any, left_s: Callable[[], float]) -> int:
         try:
-            return int(self._repeat_step(partial(self._tls.read, len(buffer), buffer), left_s))
+            return int(self._retry_tls_call(partial(self._tls.read, len(buffer), buffer), left_s))
         except self._end:
             return 0
 

@@ -88,8 +88,7 @@ def find_trace_headers(carrier: Mapping[str, object]) -> tuple[object, object]:
 LOCAL, IN_SERVER_SPAN = "local", "in server span"
 
 OWN = "own"
-"""The mark of an encoded parent without a span id. The request itself began the trace, and passed it on to other
-services."""
+"""The mark of an encoded parent without a span id, because the request itself began the trace."""
 
 
 def encode_parent(remote: RemoteParent | None) -> tuple[str, ...] | None:

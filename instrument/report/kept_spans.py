@@ -1,7 +1,8 @@
 """The requests that an HTML page lists, and the spans that fit into the page.
 
-Without requests, the outermost steps or else the topmost spans are listed. Spans are added in this order: of the
-request that the user chose, of each endpoint's median request, and of the slowest requests.
+Without requests, the outermost steps or else the topmost spans are listed. First come the
+spans of the request that the user chose, then those of each endpoint's median request, then those of the slowest
+requests.
 """
 
 from __future__ import annotations

@@ -248,8 +248,8 @@ class Kernels(View):
 
 
 def kernels(recording: Recording, options: Options) -> Kernels:
-    """Return the `kernels` view of the time that torch.profiler watched. Without torch.profiler, the view has the
-    device intervals of spans. The options `sorted_by`, `rows`, `least_ns` and `unit` apply."""
+    """Return the `kernels` view, which covers the time when torch.profiler ran. Without torch.profiler, the view has
+    the device intervals of spans. The options `sorted_by`, `rows`, `least_ns` and `unit` apply."""
     facts = recording.trace
     # torch.profiler may have watched memory alone.
     has_profiler = facts.watched is not None and (facts.kernels or not len(recording.columns.device))

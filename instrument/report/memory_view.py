@@ -303,9 +303,9 @@ class MemoryView(View):
 
 
 def memory(recording: Recording, options: Options) -> MemoryView:
-    """Return the `memory` view of the time that torch.profiler watched, with the readings of all gauges. Places are
-    sorted by the increase of memory. The option `sorted_by` may also be `calls`, or `total` for the allocated bytes.
-    With `threads: apart`, each thread has its own rows. `state` is `CPU` for the host, and `GPU` for devices."""
+    """Return the `memory` view, which covers the time when torch.profiler ran and the readings of all gauges. Places
+    are sorted by the increase of memory. The option `sorted_by` may also be `calls`, or `total` for the allocated
+    bytes. With `threads: apart`, each thread has its own rows. `state` is `CPU` for the host, and `GPU` for devices."""
     trace, facts = recording.columns, recording.trace
     # Torch takes all memory in one or two operators, for any caller.
     is_wanted = trace.are_of_sites([not is_operator(site) for site in trace.sites])

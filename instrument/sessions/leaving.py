@@ -32,8 +32,8 @@ from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
 
 AGENT_SEND_S = 1.0
-"""Seconds for which an ending process with a summary waits for the agent to send its spans. The run's first process
-waits until its deadline."""
+"""Seconds for which an ending process that prints a summary waits for the agent to send the process's spans. The run's
+first process waits until its deadline."""
 
 STALLED_AGENT_S = 1.0
 """Seconds for which an ending process waits for an agent that reads no new rows, such as a stopped one."""

@@ -1,8 +1,8 @@
 """Finds what made a request or an engine step slower than usual.
 
-A request's time is divided into parts (see `ledger`). The part that exceeds its median over the endpoint's requests the
-most is blamed. The cause is the span that took most of that time, or a garbage collection that took at least half of
-the excess.
+A request's time is divided into parts (see `ledger`). Each part is compared with its median over the endpoint's
+requests, and the part with the largest excess is blamed. The cause is the span that took
+most of that time, or a garbage collection that took at least half of the excess.
 
 A step is an outermost batch. Its expected time is a linear function of its members and their weight, fitted to all
 steps of the same name. The excess over the expected time is divided by call path.

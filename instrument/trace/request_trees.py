@@ -1,8 +1,9 @@
 """Gives each request one tree over all threads, tasks and processes, for viewers and collectors.
 
-A span with a request's key in another tree becomes a child of the hand-off span: the newest span with the key that is
-open at that time or, without it, the request. A batch keeps its tree, because a batch may serve several requests. All
-processes make the same trace id, so that their spans meet at the collector.
+A span with a request's key may be in another tree. It becomes a child of the hand-off span, the newest span with the
+key that is open at that time. Without a hand-off span, it becomes a child of the request. A batch keeps its tree,
+because a batch may serve several requests. All processes make the same trace id, so that their spans meet at the
+collector.
 
 Facts, which are values that rules read from calls, become attributes of the request that the call serves. An
 interruption, such as a garbage collection, becomes an event of each span that it interrupts.

@@ -1,7 +1,7 @@
 """Prepares the spans of decided requests for a collector: with ids, callers, links, and spans for their stages.
 
-A request is due when the decision wait has passed since its end. The due spans are processed like a trace from a file,
-each span once.
+A request is due when the decision wait has passed since its end. The spans of due requests form a trace, which is
+processed like a trace from a file. Each span is processed once.
 """
 
 from __future__ import annotations

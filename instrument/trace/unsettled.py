@@ -195,7 +195,7 @@ class UnsettledRows:
         `room_bytes`.
         """
         self.opened = opened
-        self._add_details(details, room_bytes)
+        self._keep_unmatched_details(details, room_bytes)
         self.has_keys = (
             self.has_keys
             or any(_KEY in text or _BATCH_KEYS in text for _, text in details.values())
@@ -333,7 +333,7 @@ class UnsettledRows:
                     self.counts[BEYOND] += count - room
         return np.asarray(is_kept)
 
-    def _add_details(self, details: Details, room_bytes: int) -> None:
+    def _keep_unmatched_details(self, details: Details, room_bytes: int) -> None:
         early = self.unmatched
         for span_id, detail in details.items():
             before = early.pop(span_id, None)

@@ -225,12 +225,12 @@ def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = REC
                 # Without a parent: it takes no self time from the span that it interrupts.
                 Context().run(recorder.record, COLLECTION, begun_ns, facts, None, True)
 
-    def stop_noting() -> None:
+    def stop_noting_collections() -> None:
         with suppress(ValueError):  # others may have cleared the list
             callbacks.remove(note_collection)
 
     callbacks.append(note_collection)
-    return [stop_noting]
+    return [stop_noting_collections]
 
 
 # The places of slow callbacks.

@@ -352,7 +352,7 @@ def _attach_sanic_protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
     http, websocket = (exchanges.get_arrivals(kind, *_SANIC) for kind in ("http", "websocket"))
 
     @replaces_attribute(mixin, "_setup")
-    def restore_setup(self: Any) -> None:
+    def restore_sanic_setup(self: Any) -> None:
         setup(self)
         handle = self.request_handler
 
@@ -377,7 +377,7 @@ def _attach_sanic_protocol(module: Any, exchanges: Exchanges) -> list[Undo]:
 
         self.request_handler = handle_and_record
 
-    return [restore_setup]
+    return [restore_sanic_setup]
 
 
 def _note_answer_part(response: Any, data: Any = None, end_stream: Any = None) -> None:
