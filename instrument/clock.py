@@ -20,7 +20,8 @@ START_FIELD = 19
 
 
 def read_clocks() -> tuple[int, int]:
-    """Read the monotonic clock and the wall clock in nanoseconds. Return the closest pair of five attempts."""
+    """Read the monotonic clock and the wall clock in nanoseconds, at nearly the same moment. The best of five attempts
+    is returned."""
     pairs = []
     for _ in range(5):
         before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()

@@ -61,14 +61,18 @@ class Kept:
         """Return the losses of the first recording, by reason."""
         return Counter(self.rows.counts)
 
-    def settle(self, **how: Any) -> dict[int, list[list[Span]]]:
-        """Read on and settle what has ended; return the trees that are kept, by the place of their recording."""
+    def read_rows(self) -> None:
+        """Read all new rows of the recordings."""
         for reader in self.readers:
             reader.read_new_rows()
             while reader.has_more:
                 reader.ahead = 0
                 reader.read_new_rows()
             reader.rows.read_ns = max([reader.rows.read_ns, *reader.rows.rows["end_ns"].tolist()])
+
+    def settle(self, **how: Any) -> dict[int, list[list[Span]]]:
+        """Read on and settle what has ended; return the trees that are kept, by the place of their recording."""
+        self.read_rows()
         now_ns = max(time.monotonic_ns(), *(reader.rows.read_ns for reader in self.readers))
         found = self.settling.settle(now_ns, **{"at_once": True, **how})
         trees = {place: trees_of(its) for place, its in found.items()}

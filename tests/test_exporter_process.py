@@ -221,6 +221,35 @@ def test_spans_that_a_collector_does_not_take_wait_in_the_recording_which_keeps_
     assert fates["seen"] + fates["missed"] == 40_000
 
 
+def test_a_silent_collector_does_not_slow_the_reading_of_other_recordings(make_recorder: Any) -> None:
+    silent, other = make_recorder(1 << 20), make_recorder(1 << 23)
+    loop = ExportLoop(lambda *_: None, lambda _: None)
+    facts = encode_facts(ExportFacts(Ids(), {}, Capture(sample=1.0), 100, MeteredFacts(0)))
+    exports = []
+    for number, recorder in enumerate((silent, other)):
+        recorder.write_facts({"export": facts})
+        exporter = Exporter(decode_collector_settings(SETTINGS), Origin(os.getpid(), "", 0, 0), dict, detects=False)
+        exports.append(loop.begin_export(number, recorder.memory_fd, exporter, sends=recorder is silent))
+    loop.read_and_settle()
+    try:
+        call = silent.wrap(lambda: None, Site("f"))
+        while not exports[0].is_behind:
+            for _ in range(4_000):
+                call()
+            loop.read_and_settle(at_once=True)
+        call = other.wrap(lambda: None, Site("f"))
+        for _ in range(30_000):
+            call()
+        for _ in range(20):
+            loop.read_and_settle()
+        reading = exports[1].current_reading
+        assert reading is not None
+        assert (reading.reader.seen, reading.reader.missed) == (30_000, 0)
+    finally:
+        for export in exports:
+            export.close()
+
+
 def until_taken(memory: int) -> None:
     with closing(ExportCheckpoint(memory)) as place:
         end = time.monotonic() + 240

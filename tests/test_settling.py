@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import random
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kept import sent_spans
+from kept import Kept, sent_spans
 from otlp_spans import identify, links_of, spans_by_process
 from test_grafted import saved
 from test_ledger import ACCEPT, CHAT, DETOKENISE, TOKENISE, WAIT, WORKER, made
@@ -34,7 +36,7 @@ from instrument.trace.indices import NONE
 from instrument.trace.joined import Joined, join_requests
 from instrument.trace.merge import merge_recordings
 from instrument.trace.request_trees import build_request_trees
-from instrument.trace.sent_rows import Settling
+from instrument.trace.sent_rows import MOST_AT_ONCE, Settled, Settling
 from instrument.trace.stages import make_stage_spans
 from instrument.trace.tail_sampler import TailSampler
 from instrument.trace.unsettled import UnsettledRows
@@ -660,3 +662,24 @@ def test_requests_in_the_tree_of_another_one_have_stages_of_their_own(is_keyed: 
         {link[0] for link in links_of(span, engine.ids)} == {front.ids.trace_id(top.span_id)} for span in batches
     )
     assert {span.span_id for span in batches} == set(links)
+
+
+def test_ended_spans_of_an_open_request_do_not_delay_other_requests(make_recorder: Any) -> None:
+    recorder = make_recorder()
+    kept = Kept(recorder, Capture(sample=1.0), 20_000)
+
+    def serve() -> None:
+        with recorder.scope("short", kind="request"):
+            pass
+
+    with recorder.scope("long", kind="request"):
+        for _ in range(MOST_AT_ONCE + 3_000):
+            with recorder.scope("token"):
+                pass
+        thread = threading.Thread(target=serve)
+        thread.start()
+        thread.join()
+        kept.read_rows()
+        settled = [kept.settling.settle(time.monotonic_ns(), at_once=True) for _ in range(5)]
+        names = [span.site.name for results in settled for span in sent_spans(results.get(0, Settled()))]
+        assert (names, kept.settling.has_more) == (["short"], False)

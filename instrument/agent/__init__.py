@@ -1,1 +1,1 @@
-"""The agent, a background process per run, which keeps what the run's processes record, even after they end."""
+"""The agent, a background process of each run. It keeps the recordings of the run's processes, even of ended ones."""

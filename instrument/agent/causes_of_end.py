@@ -119,7 +119,8 @@ def _describe_open_spans(spans: Sequence[OpenSpan], end_ns: int, least: str) -> 
 
 
 def attributes_text(span: OpenSpan) -> str:
-    """Return the first attributes of a span in brackets, without attributes of the transport, such as `http.method`."""
+    """Return the first attributes of a span as text in brackets. Attributes of the transport, such as `http.method`,
+    are left out."""
     names = [name for name in span.attributes if name != REMOTE and not name.startswith(TRANSPORT_PREFIXES)]
     texts = [f"{name}={span.attributes[name]!s:.{VALUE_LENGTH}}" for name in names]
     more = [f"{len(texts) - MOST_ATTRIBUTES} more"] if len(texts) > MOST_ATTRIBUTES else []

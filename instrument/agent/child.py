@@ -183,8 +183,8 @@ PIPE_BYTES = 1 << 16
 _SET_PARENT_DEATH_SIGNAL = 1
 
 _MALLOC_OPTIONS = {-1: 16 << 20, -3: 16 << 20, -8: 1}
-"""Options of glibc's `mallopt` for a child. The allocator reuses up to 16 MiB of free memory (M_TRIM_THRESHOLD,
-M_MMAP_THRESHOLD), because the kernel clears every returned page. Threads share one arena (M_ARENA_MAX)."""
+"""Options of glibc's `mallopt` for a child. The allocator keeps up to 16 MiB of free memory for reuse
+(M_TRIM_THRESHOLD, M_MMAP_THRESHOLD). Threads share one arena (M_ARENA_MAX)."""
 
 
 class AgentEnd:

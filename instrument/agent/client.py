@@ -82,9 +82,9 @@ def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list
     """Yield a list of this user's runs that match a name, as a context manager. Raises `InstrumentError` if no run
     matches.
 
-    The name is the beginning of a run's name, a service, a process id, or the path of an agent's socket. It defaults to
-    the variable `INSTRUMENT_AGENT`. Without either, all runs match. With `memory`, the runs' recordings are open within
-    the `with` block.
+    `name` is the beginning of a run's name, a service, a process id, or the path of an agent's socket. The default is
+    the environment variable `INSTRUMENT_AGENT`. If both are empty, all runs match. With `memory`, the runs' recordings
+    are open within the `with` block.
     """
     own_agent = os.environ.get(agent_socket.VARIABLE, "")
     asked_name = name or own_agent

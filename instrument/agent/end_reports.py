@@ -42,7 +42,8 @@ _PIDFD_GETFD = 438
 def deliver_message(says: Says, run: Run, text: str, process: Process | None = None) -> None:
     """Write a message to the standard error of a process, or of the run if `process` is None.
 
-    The fallbacks are the system's log, then `says`, or without `says` a text file next to the capture.
+    If that fails, the message goes to the system's log, else to `says`. If `says` is None, it goes to a text file next
+    to the capture.
     """
     line = text if text.endswith("\n") else f"{text}\n"
     data = line.encode(errors="backslashreplace")
@@ -174,7 +175,7 @@ def make_report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callabl
 
 
 def list_processes_of_earlier_agent(folder: Path, run: Run) -> list[ReportedProcess]:
-    """Return the processes that ended under an earlier agent of a run, according to the files that this agent left."""
+    """Return the processes of a run that ended under an earlier agent, according to the earlier agent's files."""
     known_paths, parts = {run.folded, *(process.saved for process in run.processes)}, []
     for path, of in _list_report_files(folder):
         saved = str(path.readlink() if path.is_symlink() else path)
@@ -418,7 +419,8 @@ def combined_report(
 
 
 def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
-    """Merge recordings into the file `into`, which has a bounded size. Remove the merged files from its folder."""
+    """Merge recordings into the file `into`, which has a bounded size. Remove the merged files that are in the same
+    folder as `into`."""
     from instrument.errors import TraceError
     from instrument.trace import file
     from instrument.trace.merge import fold_recordings

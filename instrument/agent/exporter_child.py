@@ -37,7 +37,7 @@ CLAIM_RETRY_S = 1.0
 """Seconds between two attempts to take over the gauges of a process that still reads them itself."""
 
 HANG_S = 10.0
-"""Seconds after which the reading of a gauge counts as hanging. Each process then reports this in a note."""
+"""Seconds after which the reading of a gauge counts as hanging. Each affected process then gets a note."""
 
 SHORTEST_INTERVAL_NS = 10**6
 """The shortest allowed time between two readings of a gauge, in nanoseconds."""
@@ -79,8 +79,8 @@ class _WatchedProcess:
         return math.inf if wait_ns is None else wait_ns / 1e9
 
     def read_due_gauges(self, *, is_last: bool = False) -> Mapping[str, Any] | None:
-        """Read the gauges that are due. Return the GPUs and the notes on unreadable gauges, or None if reading has not
-        begun.
+        """Read the gauges that are due. Return descriptions of the GPUs, and notes on unreadable gauges. Return None
+        before the first reading.
 
         Raises `_UnreadableHereError` if only the process itself can read its gauges, and `Gone` if the process has
         ended.
@@ -286,7 +286,7 @@ BUSY_READ_INTERVAL_S = 0.02
 """Seconds between two reads of all recordings while spans wait to be sent."""
 
 MOST_EXPORTERS = 8
-"""The maximum number of exporters. Beyond it, unused exporters are stopped."""
+"""The maximum number of `Exporter` objects, one per collector. Beyond it, unused objects are stopped."""
 
 MOST_MESSAGE_CHARACTERS = 1000
 """The maximum number of characters of a warning that the agent prints for the exporter."""

@@ -39,9 +39,10 @@ ELSEWHERE = "the agent cannot see the processes of that container"
 class Exports:
     """Starts the exporter child, and sends it the recordings to export and the processes whose gauges it reads.
 
-    A file in `folder` has the number of possibly unsent spans. The next agent reads it if this agent is killed.
-    `changed` is called after the export of a recording, and `says` with each message about exports. `send` sends a
-    message to a process.
+    - `folder`: the folder with a file for the next agent, which counts the possibly unsent spans
+    - `changed`: called after the export of a recording
+    - `says`: called with each message about exports
+    - `send`: sends a message to a process
     """
 
     def __init__(
@@ -333,7 +334,8 @@ class Exports:
         self._changed()
 
     def _notify_unexported(self, process: Process) -> None:
-        """Notify a process that its recording is not exported. Otherwise it would wait for the export when it exits."""
+        """Notify a process that its recording is not exported. The process then exits without waiting for the
+        export."""
         if exports_spans(process):
             self._send(process, {"unexported": True})
 

@@ -29,7 +29,8 @@ from instrument.report.section import Section, Text
 from instrument.report.table import compute_share, format_rough_percent, number_text, printable
 
 EVEN_RATIO = 0.9
-"""Below this ratio of the shortest to the longest recorded time, the screen says "up to N s"."""
+"""The ratio of the shortest to the longest time since the previous screen, among processes. Below it, the screen says
+"up to N s"."""
 
 MOST_TABLE_ROWS = 12
 """The maximum number of rows per table of the screen. Further rows are only counted."""
@@ -81,7 +82,7 @@ class Place:
 class ProcessNow:
     """A process in the live view.
 
-    - `up_ns`: the age of the process, or None if the agent has missed its begin or end
+    - `up_ns`: the age of the process, or None if the agent has missed the begin or end of the process
     - `calls`: the number of recorded calls
     - `cost_ratio`: the estimated share of time that recording has cost
 

@@ -43,8 +43,7 @@ class Connection:
     def send(self, message: agent_socket.Message, descriptors: Sequence[int] = ()) -> None:
         """Send a packet, or queue it while the socket is full. Raises nothing.
 
-        The queue has copies of the descriptors. After the other end is closed, packets are dropped, but the received
-        packets can still be read.
+        The queue has copies of the descriptors. If the other end is closed, the packet is dropped.
         """
         if self._is_deaf:
             return
@@ -207,8 +206,8 @@ class EventLoop:
         self.selector.register(connection, selectors.EVENT_READ)
 
     def _handle_first_packets(self) -> None:
-        """Handle the first packet of each new connection, by which a process joins. Packets of other connections may
-        refer to that process."""
+        """Handle the first packet of each new connection. A process joins by this packet, and later packets may refer
+        to the process."""
         self._accept(0)
         for connection in list(self._silent):
             if connection in self._silent:

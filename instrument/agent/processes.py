@@ -237,7 +237,7 @@ def exit_fd_of(pid: int, started: int) -> int:
 
 
 def find_exit_fd_by_variable(variable: str, value: str) -> int:
-    """Find a process with a variable of this value in its environment. The caller's own process and its children are
+    """Find a process whose environment has the variable with this value. The caller's own process and its children are
     skipped.
 
     Return a descriptor that becomes readable when the process ends, or -1 if there is no such process.
@@ -319,8 +319,8 @@ def has_unjoined_processes(folder: Path, run: Run) -> bool:
 
 
 def count_noted_processes(folder: Path) -> tuple[int, int, list[str]]:
-    """Count the living and the ended processes with note files. Also return the folders with recordings of the ended
-    processes."""
+    """Return the number of living processes and of ended processes that have a note file. Also return the folders with
+    the recordings of the ended processes."""
     living, ended, folders = 0, 0, dict[str, None]()
     for facts, pid, started in _read_notes(folder):
         if _is_running(pid, started):

@@ -368,8 +368,8 @@ class Runs:
                     process.status = status
 
     def _save_capture(self, process: Process) -> None:
-        """Save a capture of a vanished process, and print a message. After exit code 0, save only the recording for the
-        run's report."""
+        """Save a capture of a vanished process, and print a message. A process with exit code 0 and no open span gets
+        no capture, only a recording for the run's report."""
         run = process.run
         if process.status == 0 and not process.read_recording_head(RecordingHead.has_open_span, default=True):
             process.end_kind = EXITED

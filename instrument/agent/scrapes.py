@@ -25,7 +25,7 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Empty, SimpleQueue
 
 SCRAPE_TIMEOUT_S = 10.0
-"""Seconds to wait for the request of a scrape, and again for the metrics."""
+"""The maximum seconds to wait for the HTTP request of a scrape. The wait for the metrics has the same limit."""
 
 MOST_SEPARATE, MOST_SUMS = 16, 64
 """The maximum number of ended processes with separate totals, and of sums over older processes."""

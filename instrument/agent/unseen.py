@@ -63,7 +63,8 @@ class Unseen:
             self._search_processes()
 
     def _search_processes(self) -> None:
-        """Note the reason why a process has no session, if the process is new or its command has changed."""
+        """Update the list of processes. For each new process or changed command, store the reason for a missing
+        session."""
         with suppress(OSError):
             living = {int(name) for name in os.listdir(PROC) if name.isdecimal()}  # noqa: PTH208 - only the names
             for pid in self._family.keys() - living:

@@ -62,7 +62,7 @@ class JsonText:
 
     - `read`: returns up to the given number of bytes of the text
     - `limit_bytes`: the maximum size of the text. A longer text raises `ValueError`
-    - `unpacked_bytes`: a second maximum size, which protects against files that unpack to very long texts
+    - `unpacked_bytes`: the maximum size in proportion to the packed file. A longer text also raises `ValueError`
     """
 
     def __init__(self, read: Callable[[int], bytes], limit_bytes: int, unpacked_bytes: int) -> None:
@@ -260,7 +260,8 @@ class OwnId(msgspec.Struct, frozen=True, gc=False):
 
 
 class OwnEvent(msgspec.Struct, Generic[SomeArguments], gc=False):
-    """An event, but no sample, of a file that `dump` has written. `SomeArguments` has some fields of `Arguments`."""
+    """An event of a file that `dump` has written. Samples have another class. `SomeArguments` has some fields of
+    `Arguments`."""
 
     ph: Literal["X", "b", "e", "n", "s", "f", "M"]
     ts: float = np.nan
@@ -274,8 +275,8 @@ class OwnEvent(msgspec.Struct, Generic[SomeArguments], gc=False):
 class OwnDecoder:
     """Decodes the events of a file that `dump` has written.
 
-    The decoder knows only the fields of arguments that have occurred in the file, because each field takes time at
-    every event.
+    The decoder knows only the fields of arguments that have occurred in the file, because each known field slows down
+    the decoding of every event.
     """
 
     def __init__(self) -> None:

@@ -166,7 +166,7 @@ _FORMULAS: Mapping[str, _Formula] = {
     **{f"aten::_scaled_dot_product_{name}": _make_attention_formula(backward=False) for name in _ATTENTION},
     **{f"aten::_scaled_dot_product_{name}_backward": _make_attention_formula(backward=True) for name in _ATTENTION},
 }
-"""The formula of each torch operator that computes its floating-point operations."""
+"""The formula for the number of floating-point operations of each torch operator."""
 
 
 OPERATOR = "cpu_op"
@@ -191,8 +191,8 @@ NAMELESS = "(no name)"
 _LONGEST_EPOCH = 20
 
 ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
-"""The smallest time in microseconds that counts from 1970. Up to `MOST_AT_ZERO` slices at time 0 are kept back until
-such a time occurs."""
+"""The limit in microseconds from which times count as absolute (since 1970), and the maximum number of slices at time 0
+that are kept back."""
 
 
 class _Facts(NamedTuple):
@@ -219,7 +219,7 @@ def look_up_or_make(table: dict[Key, Value], keys: Sequence[Key], make: Callable
 
 
 class NumberByKey(dict[Any, int]):
-    """Numbers of keys. A key that is read for the first time gets the next number."""
+    """A dictionary that numbers keys. A key gets the next number at its first lookup."""
 
     def __missing__(self, key: Any) -> int:
         self[key] = number = len(self)
@@ -232,8 +232,8 @@ class NumberByKey(dict[Any, int]):
 class NumberedLanes:
     """Numbers the lanes of a file. A lane is a pair of process id and thread id.
 
-    `thread_id` and `line` have an item per lane. A line is a thread or an async id, and contains nested slices. Paddle
-    has two lanes per thread, for Python and for C++.
+    A line is a thread or an async id, whose slices are nested. Paddle has two lanes per thread, for Python and for C++.
+    `thread_id` and `line` have the thread id and the number of the line for each lane.
     """
 
     def __init__(self, *, are_ours: bool = False) -> None:
@@ -355,8 +355,8 @@ class ForeignSlices:
                 self._add_allocation(event, number)
 
     def hold_back_slices_at_zero(self, block: Block, events: Sequence[TraceEvent], first: int) -> Sequence[TraceEvent]:
-        """Return the slices, except those at time 0. They are kept back, and dropped if later times are absolute (since
-        1970)."""
+        """Return the slices that do not begin at time 0. Slices at time 0 are kept back, and dropped if later times are
+        absolute (since 1970)."""
         slices = block.slices
         if not slices or self._at_zero is None:
             return slices

@@ -175,8 +175,8 @@ class _Lanes:
 def assign_lanes(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: Bools) -> tuple[Int64s, Int32s]:
     """Return the number of the lane of each slice, and the index of the innermost slice around it, or `NONE`.
 
-    The slices must be sorted by start time, the longest first. A slice whose caller is in the same group goes into the
-    lane of the caller if it fits.
+    The slices must be sorted by start time. Of equal starts, the longest slice is first. A slice whose caller is in the
+    same group goes into the lane of the caller if it fits.
 
     - `groups`: the thread, task or stream of each slice
     - `above`: the index of the caller of each slice, or `NONE`
@@ -214,8 +214,8 @@ def iterate_rows(*numbers: NDArray[Any]) -> Iterator[tuple[int, ...]]:
 class Spans:
     """The spans of a file, sorted by start time. Spans with the same start are sorted by length, the longest first.
 
-    - `row`: the trace's row of each span
-    - `place_of`: the index of the span of each trace row
+    - `row`: the row of each span in the trace
+    - `place_of`: the index among these spans for each row of the trace
     - `start_ns`, `end_ns`: times since the base time of the file
     """
 
@@ -317,7 +317,8 @@ class BatchMarks(NamedTuple):
 class Arrows:
     """The arrows of a file, from spans to called spans, launched device intervals and marks of requests.
 
-    - `binds`, `ties`: the bind id of each span and of each interval, or `NONE`. It is the span where the arrow begins
+    - `binds`: the bind id of each span, or `NONE`. A bind id is the index of the span where the arrow begins
+    - `ties`: the bind id of each device interval, or `NONE`
     - `called`, `launched`: the spans and intervals to which arrows are drawn as pairs of events
     - `left_out`: the number of arrows that are not drawn
     """

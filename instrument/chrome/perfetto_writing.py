@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 EXTRA = "instrument-sdk[perfetto]"
 
 SEQUENCE = 1
-"""The id of the file's only packet sequence. Names have numbers within a sequence, so each name is written once."""
+"""The id of the file's only packet sequence. Packets of a sequence share interned names, so each name is written
+once."""
 
 PROCESS = 1
 """The uuid of the first process's track."""
@@ -348,7 +349,8 @@ def _set_annotation_value(annotation: Any, value: Any) -> None:
 def _iterate_begins_and_ends(lane: Int64s, firsts: Int64s, around: Int32s) -> Iterator[tuple[int, bool, bool]]:
     """Yield the begin and end events of slices, lane by lane, in the order of nesting.
 
-    Each event is the index of the slice, True for a begin, and True for the first event of a lane.
+    An event has the index of the slice and two booleans. The first marks a begin, and the second the first event of a
+    lane.
     """
     is_first = make_mask(firsts, len(lane))
     order = np.argsort(lane, kind="stable")

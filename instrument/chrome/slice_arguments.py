@@ -44,8 +44,8 @@ UNTOLD = -INT64
 class Arguments(msgspec.Struct, gc=False, frozen=True, omit_defaults=True):
     """The arguments of a slice that `dump` writes. Numbers that readers can compute from other slices are left out.
 
-    If there is an `owner`, the slice is a device interval of the span with that id. Any other slice is a span. Marks in
-    the rows of requests have only a `batch`, the id of the batch that served them.
+    If there is an `owner`, the slice is a device interval of the span with that id. Any other slice is a span. A mark
+    on the lane of a request has only a `batch`, the id of the batch that served the request.
     """
 
     thread: Number = UNTOLD

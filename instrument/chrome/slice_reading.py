@@ -1,7 +1,7 @@
 """Converts the slices of a trace file into columns, for files of any profiler.
 
-The parent of a slice is the innermost slice around it on the same thread, or among async slices with the same key. The
-arguments of a slice may name another parent. `foreign_slice_reading` reads the arguments of other profilers.
+The parent of a slice is the innermost slice around it on the same thread. The parent of an async slice has the same
+key. The arguments of a slice may name another parent. `foreign_slice_reading` reads the arguments of other profilers.
 """
 
 from __future__ import annotations
@@ -463,8 +463,8 @@ def _find_roots(span_id: Int64s, parent_id: Int64s, root_id: Int64s) -> Int64s:
 
 
 _PLAIN = bytes(set(range(0x20, 0x7F)) - {*b"[{"})
-"""The bytes that may follow the first `{` of a JSON object. An object without other bytes is flat, and needs no
-check."""
+"""Printable ASCII characters without opening brackets. If a JSON object has only these after its first `{`, it is flat
+and needs no check."""
 
 
 def _check_attributes(text: bytes) -> None:

@@ -167,8 +167,8 @@ class Drawing:
         return kind, _split_columns(rows)
 
     def _collect_span_facts(self, around: NDArray[np.int32], openers: Int64s) -> list[tuple[Bools, Int64s]]:
-        """Return columns of arguments, each with a mask of the numbers that are stored. Readers compute the other
-        numbers."""
+        """Return pairs of a mask and a column of arguments. The mask selects the numbers to store, and readers compute
+        the others."""
         spans = self._spans
         trace, row = spans.trace, spans.row
         parent_id, root_id, total_ns = trace.parent_id[row], trace.root_id[row], trace.total_ns[row]
@@ -217,8 +217,8 @@ class Drawing:
         )
 
     def _make_span_events(self, first: int, end: int) -> list[DrawnEvent]:
-        """Return the events from the start of span `first` to the start of span `end`. The last call also returns all
-        later events."""
+        """Return the events from the start of span `first` to the start of span `end`. If `end` is the number of spans,
+        the remaining end events follow."""
         spans, some = self._spans, slice(first, end)
         kind, is_async = self._kind[some], spans.is_async[some]
         pid, tid, category, name, *shared = (column[kind].tolist() for column in self._shared)
@@ -255,10 +255,10 @@ class Drawing:
     # ---------------------------------------------------------------- intervals, arrows and marks
 
     def _number_streams_with_sites(self, board: Board) -> None:
-        """Number the distinct pairs of lane and site among the device intervals. Set the event fields of each pair.
+        """Number the distinct pairs of lane and site of the device intervals, and set the event fields of each pair.
 
-        An interval around other intervals has no field `stream`, because HolisticTraceAnalysis adds up all events with
-        this field.
+        An interval that encloses other intervals has no field `stream`, because HolisticTraceAnalysis adds up all
+        events with this field.
         """
         spans, intervals = self._spans, self._intervals
         work, row = spans.trace.device, intervals.row

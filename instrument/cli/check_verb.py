@@ -1,5 +1,5 @@
-"""`instrument check`: show which functions and layers a profile's rules match. `check` imports the modules of the
-profile itself, or runs a command."""
+"""`instrument check`: show which functions and layers a profile's rules match. It imports the modules that the profile
+names, or runs a command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`instrument compare`: show what a new version made slower, apart from the effect of its load. CI uses the exit
+"""`instrument compare`: show what a new version made slower, apart from effects of a different load. CI uses the exit
 code."""
 
 from __future__ import annotations

@@ -149,7 +149,8 @@ def _observe_command(words: list[str], for_ns: int | None, *, to_stderr: bool) -
 
 
 def _await_command(child: subprocess.Popen[bytes], for_ns: int | None) -> tuple[int, bool]:
-    """Wait for the end of a command, which is ended after `for_ns`. Return its exit code, and True if it was ended."""
+    """Wait for a command, and end it if it still runs after `for_ns`. Return the exit code, and True if the command was
+    ended here."""
     try:
         return child.wait(None if for_ns is None else for_ns / 1e9), False
     except subprocess.TimeoutExpired:

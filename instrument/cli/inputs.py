@@ -211,7 +211,7 @@ def import_file_libraries() -> None:
 
 
 def _reuse_freed_memory() -> None:
-    """Let malloc reuse the memory of freed arrays, instead of having the kernel clear other pages for each array."""
+    """Let malloc reuse the memory of freed arrays. Otherwise the kernel must clear new pages for each array."""
     with suppress(ImportError, OSError, AttributeError):  # a Python without ctypes, or musl
         import ctypes
 

@@ -42,7 +42,8 @@ def run_command(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command as `instrument run` does.
 
-    Signals that end a process are forwarded to the command. Their numbers are added to `handed_on`.
+    Signals that end a process are forwarded to the command. The number of each forwarded signal is added to
+    `handed_on`.
     """
     import subprocess
 

@@ -84,7 +84,8 @@ def _refuse_unknown_name(text: str, names: Collection[str]) -> None:
 
 
 def suggest_name(word: str, names: Iterable[str]) -> str:
-    """Return the end of a message that names the most similar name. Return an empty string if no name is similar."""
+    """Return the end of an error message, which suggests the most similar name. Return an empty string if no name is
+    similar."""
     name = find_most_similar(word, names)
     return f"; did you mean {name!r}?" if name else ""
 

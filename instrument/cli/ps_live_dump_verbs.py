@@ -150,7 +150,7 @@ def save_run(options: argparse.Namespace, host: list[str]) -> int:
 
 
 class RunRead(NamedTuple):
-    """The recordings of a run that have been read.
+    """A run whose recordings have been read.
 
     - `ended`: the number of ended processes without a recording
     - `is_going`: True if a process of the run is alive

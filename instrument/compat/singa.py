@@ -36,7 +36,8 @@ from instrument.trace.trace import Trace
 SKIPPED_ITERATIONS = 5
 
 _EVALUATES = "autograd::engine::evaluate_function"
-"""The name prefix of autograd's operators that enclose one operator of the backward pass. They are not printed."""
+"""The name prefix of the autograd operators that each enclose one operator of the backward pass. These enclosing
+operators are not printed."""
 
 
 class Device:
@@ -124,8 +125,8 @@ class Device:
         return self.verbosity == 2 or kind == "comm"
 
     def _trace_with_iterations(self, session: Session) -> Trace:
-        """Return the trace with a span per iteration. If torch.profiler was on, the trace ends when torch.profiler
-        ended."""
+        """Return the trace with a span per iteration. If torch.profiler was on, the trace covers only the time until
+        torch.profiler stopped."""
         profiled = None if self._torch is None else self._torch.end()
         if profiled is None and self._joined is not None and self.verbosity > 1:
             return self._joined
@@ -172,7 +173,8 @@ def _split_iterations(trace: Trace) -> list[Step]:
 def _compute_mean_times(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float], int]:
     """Return the mean time of each operator in the order of execution, and the number of timed iterations.
 
-    The key of a time is the name and the kind of the operator, and the number of earlier calls in the iteration.
+    The key of a mean time has the operator's name and kind, and the number of earlier calls of the operator in the
+    iteration.
     """
     by_id = {span.span_id: span for span in trace.spans}
     iterations = {

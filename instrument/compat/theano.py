@@ -46,7 +46,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 SECTIONS = ("classes", "ops", "instances")
 SUM = Site("all functions")
-"""The site at the root of all call paths in the sum over all functions."""
+"""The root site of the call tree that sums all profiled functions."""
 
 _ALLOWED: Mapping[type, str] = {bool: "True or False", int: "a whole number from 1", str: "stderr, stdout or a path"}
 _BOOLS: Mapping[str, bool] = {
@@ -180,8 +180,7 @@ class _TorchRun:
             self._since_ns = time.monotonic_ns()
 
     def end_profiler(self) -> Tally:
-        """End torch.profiler. Return the tally of the calls while torch.profiler was on, including torch's
-        operators."""
+        """End torch.profiler. Return the tally of the calls and of torch's operators that it recorded."""
         profiler = self.profiler
         if profiler is not None and self._since_ns:
             self.profiler = None

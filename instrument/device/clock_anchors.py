@@ -41,10 +41,10 @@ DRIFT = OSCILLATORS + SLEW
 """The assumed drift between a device's clock and the host's until a second anchor measures it."""
 
 WANDER = 10e-6
-"""The maximum relative change in the rates of two oscillators within seconds."""
+"""The assumed maximum change, within seconds, in the ratio of two oscillators' rates."""
 
 JUMP = 2e-3
-"""A clock was set or stopped if its rate deviates from 1 by more than this."""
+"""The maximum deviation of a clock's rate from 1. A larger deviation means that a clock was set or stopped."""
 
 READINGS = 3
 
@@ -84,7 +84,7 @@ class Ahead(NamedTuple):
 
 
 class Lead(NamedTuple):
-    """The difference of the host's clock to CLOCK_MONOTONIC_RAW at the host time `at_ns`, with its uncertainty."""
+    """The host's clock minus CLOCK_MONOTONIC_RAW at the host time `at_ns`, and the uncertainty of this difference."""
 
     at_ns: int
     lead_ns: int
@@ -96,9 +96,9 @@ class Anchor:
     """A device event with a known host time.
 
     - `rate`: host nanoseconds per device nanosecond up to the next anchor, 0 without a next anchor
-    - `lead`: the difference of the host's clock to CLOCK_MONOTONIC_RAW
+    - `lead`: the host's clock minus CLOCK_MONOTONIC_RAW
     - `lead_rate`: the growth of `lead` per nanosecond up to the next anchor
-    - `bend_ns`: the maximum deviation of the next anchor's `lead` from a value that the earlier growth predicts
+    - `bend_ns`: the maximum error of predicting the next anchor's `lead` from the earlier growth
     """
 
     event: Any
@@ -116,7 +116,7 @@ class Anchors:
 
     - `now`: reads the host's clock
     - `raw`: reads CLOCK_MONOTONIC_RAW, which NTP does not slew
-    - `reading`: records an event and polls for it without the interpreter's lock, or None if the driver cannot do that
+    - `reading`: records an event and polls for it without the GIL. None if the driver has no such function
     """
 
     def __init__(
@@ -275,8 +275,7 @@ class Anchors:
         return 0, AnchoredMoment(host_ns, round(uncertainty_ns), is_near)
 
     def _measure_rate_change(self, lead: Lead) -> float:
-        """Return the maximum deviation of the host's clock, in nanoseconds, from the time that its rate before the
-        newest anchor predicts."""
+        """Return the maximum error in ns of predicting `lead` from the growth before the newest anchor."""
         before, usual = self._anchors[-1].lead, self._anchors[-2].lead_rate if len(self._anchors) > 1 else None
         bent_ns = abs(lead.lead_ns - before.lead_ns - (usual or 0.0) * (lead.at_ns - before.at_ns))
         return bent_ns + before.uncertainty_ns + lead.uncertainty_ns

@@ -229,7 +229,7 @@ class CudaDriver:
             self.pop_context()
 
     def run_relaxed(self, make: Callable[[], T]) -> T:
-        """Call a function that creates events or streams, without breaking the capture of a CUDA graph."""
+        """Call a function that creates events or streams, in a mode that does not break the capture of a CUDA graph."""
         driver = self._driver
         exchange = driver.cuThreadExchangeStreamCaptureMode
         error, mode = self._call_driver(exchange, driver.CUstreamCaptureMode(_RELAXED))

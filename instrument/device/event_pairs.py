@@ -52,7 +52,7 @@ class Pair:
     A span's first pair is the `whole`, to which the recorder refers. Each later step of a generator has another pair,
     which refers to the `whole`. The `whole` returns to the context's pool last.
 
-    - `stream`: a number of the stream that the driver never reuses, unlike the `handle`
+    - `stream`: the number of the stream. The driver reuses the `handle`, but never the number
     - `thread_id`: set for a handle that means a different stream on each thread
     - `side_pairs`: the span's pairs on other streams
     """
@@ -188,8 +188,7 @@ class Context:
         return 0
 
     def forget_idle_streams(self, now_ns: int) -> None:
-        """Drop the state of idle streams. Intervals that ended before the oldest open pair began cannot overlap later
-        intervals."""
+        """Drop the state of idle streams. A stream is idle if no later interval can overlap the stream's intervals."""
         for stream in [stream for stream, pairs in self.under_way.items() if not pairs]:
             del self.under_way[stream]
             self.pending.pop(stream, None)
@@ -217,14 +216,14 @@ STALE_NS = 10**6
 """The uncertainty in ns above which an interval is `stale`, if it also exceeds a tenth of the interval."""
 
 LAUNCH_NS = 20_000
-"""A device interval that ends within this many ns after its span is labelled launch-bound."""
+"""A device interval is labelled launch-bound if it ends at most this many ns after the span's end."""
 
 SHORT = 20
 """A device interval is labelled launch-bound if it is shorter than this multiple of the shortest measurable
 interval."""
 
 RECENT = 256
-"""The number of newest intervals per stream that are compared with other streams' intervals."""
+"""The maximum number of intervals per stream that are kept for comparison with other streams."""
 
 Answer = tuple[int, int, "int | None"]
 """The measurement of an event pair: error code, length in ns, and start in ns after the newest anchor.

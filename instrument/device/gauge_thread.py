@@ -89,7 +89,10 @@ Readout = Sequence[tuple[int, Values]]
 """The values of each device's gauges at one time."""
 
 _Read = Callable[[int, bool], "Readout | None"]
-"""A function of (time, flag for rare gauges) that reads gauges, or returns None after the last reading."""
+"""A function of the time and a flag that reads gauges. If the flag is True, it also reads the rarely read gauges.
+
+It returns None after the last reading.
+"""
 
 
 class GaugeSources:

@@ -44,7 +44,7 @@ WATCHES = 300
 """The maximum number of successive polls of a busy device while no pair ends."""
 
 MEASURED_AT_ONCE = 1000
-"""The maximum number of pairs in one call of the driver, which then takes a millisecond."""
+"""The maximum number of pairs to measure in one call of the driver. Such a call takes a millisecond."""
 
 DEFERRED_LIMIT = 512
 """The maximum number of a span's device intervals that are kept until the span ends."""
@@ -116,7 +116,8 @@ class Resolver:
             self._thread.start()
 
     def stop(self, limit_s: float = math.inf) -> None:
-        """Wait up to `limit_s` seconds for the pairs in flight, and end the thread, which releases all events."""
+        """Wait up to `limit_s` seconds for the pairs in flight and the end of the thread. The thread releases all
+        events."""
         self.stopping.set()
         self._waking.set()
         thread, self._thread = self._thread, None
@@ -293,7 +294,7 @@ class Resolver:
     def watch_busy_devices(self) -> bool:
         """Poll busy devices until a pair ends. Return True if a pair has ended.
 
-        The end of a pair, if read at once, replaces an anchor: an event with a known host time.
+        The observed end then serves as an anchor, an event with a known host time.
         """
         watched = [self._watch_context(context) for context in list(self.contexts.values()) if context.alive]
         return any(watched)

@@ -262,7 +262,7 @@ def _set_stream(native: Any, stream_id: int, device_index: int, device_type: int
 
 
 def _find_mode_setter(*, is_rocm: bool) -> Callable[[Any], int]:
-    """Return CUDA's or ROCm's function that sets the calling thread's capture mode. torch has none."""
+    """Return CUDA's or ROCm's function that sets the calling thread's capture mode. torch has no such function."""
     if not is_rocm:
         exchange = ctypes.CDLL(cuda.LIBRARY).cuThreadExchangeStreamCaptureMode
     else:

@@ -1,4 +1,4 @@
-"""Functions for PySpark, Ray Data or DuckDB that analyse a dataset with the spans of many hosts.
+"""Functions that analyse a dataset with the spans of many hosts, for use in PySpark, Ray Data or DuckDB.
 
 Each function takes Arrow tables with the rows of one run, and returns an Arrow table. A request that several hosts
 served is joined by its key. The numbers are those of `instrument report`, `explain` and `compare`.
@@ -101,8 +101,8 @@ def requests(spans: Any, intervals: Any = None) -> Any:
 
 
 def recording(spans: Any, **tables: Any) -> Recording:
-    """Make a recording for views and for `explain` from Arrow tables of the dataset. `tables` are further tables, such
-    as `intervals`."""
+    """Make a recording from Arrow tables of the dataset, for views and `explain`. `tables` are further tables, such as
+    `intervals`."""
     return Recording.from_file(join_request_trees(_merge_tables(spans=spans, **tables).merged.saved))
 
 

@@ -233,7 +233,7 @@ class ArgumentWatch:
         return True
 
     def _make_digest_text(self, key: Any) -> str:
-        """Return a text of a key, from which a digest is made. An object gets a number, because its address may be
+        """Return the text from which a key's digest is made. An object's text has a number, because the address may be
         reused."""
         text = encode_key(key)
         if not text or type(key) in (str, int):

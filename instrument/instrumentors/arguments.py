@@ -68,7 +68,7 @@ RESULT = Result(RETURN, -1, LEFT_OUT)
 
 
 class CallReader:
-    """Reads the values that a rule names from the calls of a function.
+    """Reads values from the calls of a function, as a rule specifies.
 
     `of_call` reads a call's (args, kwargs), and `of_result` the result. Either is None if there is nothing to read.
     `missing` has a message for each parameter that the function lacks.
@@ -218,7 +218,7 @@ class _Gauge:
         self._due_ns = 0
 
     def __call__(self, *call: Any) -> None:
-        """Read the gauge from a call's (args, kwargs) or its result, and store it unless it is None. Never raises."""
+        """Read a value from a call's (args, kwargs) or result, and store the value unless it is None. Never raises."""
         now_ns = time.monotonic_ns()
         if now_ns < self._due_ns:
             return

@@ -229,8 +229,8 @@ def attach_numba(module: Any, patched: PatchedFunctions) -> None:
 
 
 def _read_device(array: Any) -> tuple[Any]:
-    """Return a tuple with the number of an array's device. Without the tuple, an unknown number (None) would mean the
-    host."""
+    """Return the number of an array's device in a tuple, because None instead of a tuple means the host. An unknown
+    number is `(None,)`."""
     context = getattr(getattr(array, "gpu_data", None), "context", None)
     return (getattr(getattr(context, "device", None), "id", None),)
 
@@ -389,7 +389,7 @@ def _read_values(out: Any, args: Any, kwargs: Any) -> Transfer | None:
 
 
 def _read_storage_copy(out: Any, args: Any, kwargs: Any, *, moves: bool = False) -> Transfer | None:
-    """Read the transfer of a copy into a storage. If `moves` is True, read the move of a storage to another memory."""
+    """Read the transfer of a copy into a storage. If `moves` is True, the call moves a storage to another memory."""
     source = args[0] if moves else read_argument(args, kwargs, 1, "source")
     direction = find_copy_direction(source.device, out.device)
     if direction is None or (moves and direction == "h2h"):

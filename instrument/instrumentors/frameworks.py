@@ -58,7 +58,10 @@ _ENCODERS = (
     (("sparse_encoder.model", "sparse_encoder.SparseEncoder"), "SparseEncoder", "encode"),
     (("cross_encoder.model", "cross_encoder.CrossEncoder"), "CrossEncoder", "predict"),
 )
-"""The classes of sentence-transformers: the module in newer and older versions, the class, and the recorded method."""
+"""The recorded methods of sentence-transformers.
+
+Each entry has the class's modules in newer and older versions, the class, and the method.
+"""
 
 
 def _describe_session(session: Any) -> Facts:
@@ -198,7 +201,7 @@ class Entries(Observer):
         return wrapper
 
     def _make_recording_method(self, entry: Entry, method: FunctionType, thing: Any, recordings: dict[int, Any]) -> Any:
-        """Make the method that records the calls on an object. Objects with equal descriptions share a method."""
+        """Return the recording method for an object. Objects with equal descriptions share a recording method."""
         try:
             facts = self._facts_of(thing)
         except Exception as fault:

@@ -80,8 +80,8 @@ class Probe:
             self._places.append(replace_attribute(owner, attribute, self.wrapped))
 
     def _put_in_target(self, function: Any) -> Any:
-        """Put a function in place of the target's function. A property's name, which Python shows in error messages, is
-        set again."""
+        """Put a function in place of the target's function. If the target is a property, also set the property's
+        name."""
         value = self.target.put(function)
         if isinstance_of(self.target.raw, property):
             property.__set_name__(self.target.raw, self.target.owner, self.target.attribute)  # type: ignore[attr-defined]
@@ -122,8 +122,8 @@ def replace_attribute(owner: Any, attribute: str, new: Any) -> Undo:
 
 
 def replaces_attribute(owner: Any, attribute: str) -> Callable[[Callable[..., Any]], Undo]:
-    """Return a decorator that replaces `owner.attribute` by the decorated function. The decorated name becomes the
-    function that restores the original."""
+    """Return a decorator that replaces `owner.attribute` by the decorated function. The decorator returns the function
+    that restores the original."""
     original = getattr(owner, attribute)
     return lambda function: replace_attribute(owner, attribute, functools.wraps(original)(function))
 
@@ -358,8 +358,10 @@ SEAMS: Mapping[str, tuple[tuple[str, str, str, int], ...]] = {
     "bottle": (("Route", "__init__", "callback", 4),),
     "celery.app.base": (("Celery", "_task_from_fun", "fun", 1),),  # at the first use of a task, long after
 }
-"""The methods that register handlers in each framework module: class, method, and the handler argument's name and
-position."""
+"""The methods that register handlers, by framework module.
+
+Each entry has the class, the method, and the name and position of the argument with the handler.
+"""
 
 
 def intercept_registrations(module: Any, registered: Callable[[FunctionType], Any]) -> list[Undo]:

@@ -168,8 +168,8 @@ class JaxFunctions(Observer):
         return wrapper
 
     def _wrap_existing_functions(self, jit: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield each jitted function in the service's modules, with a proxy. Note a verdict on jitted functions without
-        a name in a module."""
+        """Yield each jitted function in the service's modules, with a proxy. Note a verdict on jitted functions
+        elsewhere in memory."""
         jitted_type = type(jit.__wrapped__(lambda: None)) if hasattr(jit, "__wrapped__") else None
         if jitted_type is None or issubclass(jitted_type, FunctionType):
             return
@@ -222,8 +222,8 @@ _NOT_SELECTED = Site("(not selected)")
 
 
 class KerasLayers(Observer):
-    """The instrumentor of a session's layer rules in Keras. `hidden` counts calls of selected layers that JAX only
-    traced."""
+    """The instrumentor of a session's layer rules in Keras. `hidden` counts layer calls that JAX traced instead of
+    running them."""
 
     def __init__(self, rule: FrameworkRule, recorder: Recorder, layers: Layers) -> None:
         super().__init__(rule, recorder)
@@ -366,8 +366,7 @@ class SklearnEstimators(Observer):
         return [*([] if is_left_out else [Verdict(self.rule.text, state, why=why)]), *unreachable]
 
     def _attach_overrides_of_class(self, watched: type[Any], cls: type[Any]) -> None:
-        """Record the methods of the new class `cls`, which the base class `watched` reports. A class with two such
-        bases is recorded once."""
+        """Record the methods of `cls`, a new subclass of `watched`. A class with two watched bases is recorded once."""
         last = next(base for base in cls.__mro__ if base in (self._base, self._wrapping))
         if last is watched and self._base in cls.__mro__:
             self._attach_class(cls)

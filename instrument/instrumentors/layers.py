@@ -38,8 +38,8 @@ class Layers(Instrumentor):
     """The instrumentor of a session's layer rules in torch. Instrumentors of other frameworks also use it to select
     layers.
 
-    `known` has a function per framework that returns the layer classes, or None before the import. `left_out(cls)`
-    returns True for classes that another instrumentor records.
+    `known` has a function per framework that returns the layer classes. The value is None before the framework's
+    import. `left_out(cls)` returns True for classes that another instrumentor records.
     """
 
     def __init__(self, rules: Sequence[LayerRule], recorder: Recorder = RECORDER) -> None:
@@ -146,8 +146,7 @@ class Layers(Instrumentor):
                 self._patch_child_class(name, child)
 
     def _patch_child_class(self, name: str, child: Any) -> None:
-        """Replace the `forward` of the child's class if a rule may select a child of this name. Its path is not yet
-        known."""
+        """Replace the `forward` of the child's class if a rule may select a child of this name."""
         if type(child) not in self._patched and any(matches_pattern(last, name) for last in self._last_segments):
             self._patch_class(type(child))
 
@@ -189,8 +188,8 @@ class Layers(Instrumentor):
         return site
 
     def detach(self, site: Site) -> Undo | None:
-        """Stop recording and counting the calls of a site's layers. Return the function that undoes this, or None
-        without layers."""
+        """Stop recording and counting the calls of a site's layers. Return the function that undoes this, or None if
+        the site has no layers."""
         layers = [key for key, layer_site in list(self._sites.items()) if layer_site is site]
         self._sites.update(dict.fromkeys(layers))
 

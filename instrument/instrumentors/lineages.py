@@ -57,7 +57,7 @@ class Lineage:
 
 
 class LineageMember:
-    """A test of a call of a class's method. The result is True if another class's probe records the call."""
+    """A test for one class of a lineage. It returns True for a call that another class's probe records."""
 
     def __init__(self, lineage: Lineage, owner: type[Any]) -> None:
         self._lineage = lineage
@@ -72,12 +72,12 @@ class LineageMember:
         return resolved is not None and resolved is not self._owner()
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """Pickle as a test that is never true. Functions may be pickled by value to other processes."""
+        """Pickle a substitute that always returns False."""
         return functools.partial, (operator.contains, ())
 
 
 def is_method_recorded(cls: type[Any], attribute: str) -> bool:
-    """Return True if each call of a method is recorded, by its own probe or because it calls the method of `super`."""
+    """Return True if a method has a probe, or always calls the method of `super`."""
     return any(
         read_own_site(function) is not None
         or hasattr(function, "__instrument_layers__")

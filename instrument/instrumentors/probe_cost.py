@@ -25,10 +25,11 @@ from instrument.runtime import agent_socket, file_writing
 from instrument.runtime.cheap_start import NamedTuple
 
 AMONG = 1.3
-"""The cost of a span with other code around it, as a multiple of the cost in a loop of spans."""
+"""The assumed ratio of a span's cost in a service to the cost in a loop that contains nothing else."""
 
 ROUNDS, CALLS, CALLS_PER_REQUEST = 5, 200, 10
-"""The rounds of a measurement, the calls of a probe per round, and the number of such calls per recorded request."""
+"""A measurement has `ROUNDS` rounds. A round has `CALLS` calls per shape of probe, but only `CALLS //
+CALLS_PER_REQUEST` requests."""
 
 
 class ProbeCost(NamedTuple):
@@ -66,7 +67,8 @@ Timed = tuple[float, float, float]
 
 
 def _make_calls(recorder: Recorder) -> tuple[list[Site], dict[str, tuple[Run, Any, Run, Any]]]:
-    """Return the sites of empty functions, and two calls for each shape of probe: with the probe, and without."""
+    """Return the sites of empty functions. Also return a call with a probe and a call without, for each shape of
+    probe."""
     from instrument.instrumentors.requests import asgi_wsgi_apps
     from instrument.instrumentors.requests.exchange import Exchanges
 

@@ -195,8 +195,8 @@ class SharedSites:
 class Regions:
     """The instrumentor of layer rules for compiled, scripted and exported modules (regions).
 
-    `first` finds the first rule that selects a layer. `forget` is called with the id of a module that has become a
-    region, so that its `forward` is not recorded again.
+    `first` finds the first rule that selects a layer. `forget` is called with the id of each newly compiled module, so
+    that the module is not also recorded as a layer.
     """
 
     def __init__(

@@ -100,8 +100,8 @@ def _make_keys_reader(
 ) -> Callable[..., Values]:
     """Return a function that reads request keys from a call's arguments, in C if possible.
 
-    C reads texts and numbers in attributes and built-in containers, and calls Python for other values. Python takes
-    microseconds, because its code is no longer in the processor's caches.
+    C reads texts and numbers in attributes and built-in containers, and calls Python for other values. A call of Python
+    takes microseconds.
     """
     read: Callable[..., Values] = _make_key_reader(keys) if name == KEY else _make_batch_reader(keys, place)
 
@@ -159,8 +159,8 @@ class _FactPath(NamedTuple):
 class _FactsReader(NamedTuple):
     """A fallback in Python for a facts reader in C.
 
-    C passes a value and the index of a fact that C cannot read. If a call omits the argument, C passes the call's
-    arguments instead, and the parameter's default is read.
+    C passes a value that it cannot read, and the index of the fact. If a call omits the argument, C passes the call's
+    arguments instead. Then the parameter's default is read.
     """
 
     facts: Sequence[_FactPath]

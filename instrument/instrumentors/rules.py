@@ -219,7 +219,7 @@ class Functions(Instrumentor):
 
     def detach(self, site: Site) -> Callable[[], None] | None:
         """Restore a site's original functions under their names. Other references to a wrapper still record. Return a
-        function that attaches the probes again, or None without probes."""
+        function that attaches the probes again, or None if the site has no probes."""
         probes = [probe for probe in self._probes if probe.site is site and probe.is_set]
         for probe in probes:
             probe.undo()

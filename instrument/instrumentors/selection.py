@@ -43,7 +43,8 @@ _ASKED = {environment.INIT_FOLDER, CHECK_FOLDER}
 
 
 class Selection:
-    """The probes of a session's profile. `late` names the modules that were imported before their probes were attached.
+    """The probes of a session's profile. `late` has the names of modules that were imported before their probes were
+    attached.
 
     `noted` is called after a module was instrumented, `begun` when the import of an inference engine begins.
     """
@@ -98,8 +99,8 @@ class Selection:
         return family
 
     def attach_family(self, key: str) -> Any:
-        """Return the instrumentor for a key of the profile, None without rules. Load the instrumentor first if
-        necessary."""
+        """Return the instrumentor for a key of the profile or None if the key has no rules. Load the instrumentor first
+        if necessary."""
         if key in self._unloaded:
             import_module(FAMILIES[key].module)  # not under our lock: another thread that imports may wait for it
         with self._lock:
@@ -260,7 +261,8 @@ class Selection:
             return [verdict for family in self._families.values() for verdict in family.verdicts()]
 
     def idle_preset_rules(self) -> set[str]:
-        """Return the names of the preset's rules whose packages are not imported. Rules for requests are left out."""
+        """Return the names of the preset's rules that may be idle. These are the function rules of engines, and all
+        rules of a family with a waiting rule. Rules for requests are left out."""
         names = {rule.text for rule in self.profile.functions if rule.engine}
         with self._lock:
             for key, family in self._families.items():

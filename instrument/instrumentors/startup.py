@@ -116,12 +116,13 @@ LIMIT = 2_000
 OTHERS = "(other packages)"
 
 NEWEST = 4_096
-"""The maximum number of stored imports. They are searched for imports after the first request."""
+"""The maximum number of stored imports. The times of imports after the first request are sums over the stored
+imports."""
 
 OWN = __name__.partition(".")[0]
 
 _IMPORTERS = frozenset({"importlib", "_frozen_importlib"})
-"""The packages of Python's import system. Their frames are between the importing code and the timed function."""
+"""The packages of Python's import system. Their frames are skipped in the search for the importing code."""
 
 _clock = time.monotonic_ns
 
@@ -210,9 +211,10 @@ class ImportTimes:
             self._newest.append((importing.began_ns, package, self_ns - inside_ns))
 
     def times_by_package(self, request_ns: int | None = None) -> tuple[ImportTime, ...]:
-        """Return the times of finished imports by package. `request_ns` is the start time of the first request.
+        """Return the times of finished imports by package.
 
-        Imports after this time also have a sum of their own, over at most the newest `NEWEST` imports.
+        Imports that began after `request_ns`, the start of the first request, also have a separate sum. It covers only
+        the newest `NEWEST` imports.
         """
         late: Counter[str] = Counter()
         with self._lock:

@@ -145,7 +145,7 @@ def qualname_of(function: Any) -> str:
 def find_functions(module: ModuleType, match: str, name: str = "") -> Iterator[Target | Unreachable]:
     """Yield the functions of a module that a pattern selects, without running code of the module.
 
-    `name` is the module's name in labels, by default its own.
+    `name` is the module's name in labels, by default `module.__name__`.
     """
     qualname = match.partition(":")[2].removesuffix(SUBCLASSES)
     name = name or module.__name__

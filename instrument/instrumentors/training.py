@@ -44,7 +44,7 @@ PASSES: Mapping[str, frozenset[str]] = {
     BACKWARD: frozenset({FORWARD, BACKWARD}),
     OPTIMIZER: frozenset({FORWARD, BACKWARD, OPTIMIZER}),
 }
-"""The phases that suppress the span of a call while they are open on its thread, by phase of the call."""
+"""The phases during which a call is not recorded, by the call's phase. Only open phases of the call's thread count."""
 
 _WRAPPED_IN: Mapping[str, str] = {
     "OptimizedModule": "_orig_mod",
@@ -194,7 +194,7 @@ class Phases(Switch):
     # ---------------------------------------------------------------- optimizers
 
     def _watch_optimizers(self, base: Any) -> None:
-        """Wrap the `step` of each optimizer class when its first object is made, as torch itself does."""
+        """Wrap the `step` of each optimizer class when torch patches it, at the first object of the class."""
         patch, attach = base._patch_step_function, self._wrap_optimizer_step
 
         @replaces_attribute(base, "_patch_step_function")
@@ -366,7 +366,7 @@ class Comm(Switch):
         return issued
 
     def _end_wait(self, issued: _Issued | None, out: Any, error: BaseException | None) -> None:
-        """Record a wait that has ended. A synchronous call and its wait are one span, an asynchronous call has two."""
+        """Record a wait that has ended. A synchronous call and its wait share one span."""
         if issued is None:
             return
         if issued.waits:

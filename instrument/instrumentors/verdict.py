@@ -31,7 +31,8 @@ RECORDING = ("attached", "partly", "uncalled")
 """The states of a target whose calls are recorded."""
 
 _BY_KNOWLEDGE = ("partly", "attached", "compiled", "uncalled", "unmet", "unreachable", "not found", "waiting")
-"""The precedence of states. Of several processes' verdicts on a rule, the first state in this order wins."""
+"""The order of precedence of states. If several processes have verdicts on a rule, the first state in this order
+wins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,8 @@ def make_rule_marks(verdicts: Iterable[Verdict]) -> set[str]:
 
 
 def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> list[Verdict]:
-    """Drop the verdicts on rules that another process of the run records, unless this process records them, too.
-    `marks` are those of `make_rule_marks` from all processes."""
+    """Drop the verdicts on rules that only other processes of the run record. `marks` has the rule marks of all
+    processes."""
     own_marks = make_rule_marks(verdicts)
 
     def is_recorded_elsewhere(verdict: Verdict) -> bool:

@@ -79,7 +79,7 @@ class ModuleWork:
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The devices of the watched tensors, or the last known devices if all tensors have been deleted."""
+        """The devices of the module's tensors, or the last known devices if all tensors have been deleted."""
         devices = self.current_devices()
         return self._devices if devices is None else devices
 

@@ -30,8 +30,8 @@ _MASK = (1 << 64) - 1
 class Ids:
     """Converts the recorder's numbers to random-looking span and trace ids, unique in the process and never zero.
 
-    The finaliser of splitmix64 maps 64 bits one to one, so different numbers have different ids. A number with the id
-    zero gets the id of number 0, because no span has this number. Device intervals have numbers from 2**63 up.
+    The finaliser of splitmix64 maps 64 bits one to one, so different numbers have different ids. A number whose id
+    would be zero gets the id of number 0 instead. No span has number 0. Device intervals have numbers from 2**63 up.
 
     `instance` is the process's service.instance.id. `run` names the run, "" for none.
     """
@@ -102,7 +102,7 @@ def mix_span_ids(seed: Any, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class MeteredFacts:
-    """The metrics that a process wants from `start_ns` on, and those values that only the process knows.
+    """The metrics that a process wants from `start_ns` on, and the values that only this process knows.
 
     - `asks` is True if metrics other than gauges are wanted.
     - `requests` is True if requests are recorded.
@@ -170,7 +170,7 @@ def decode_facts(document: Any) -> ExportFacts | None:
 
 def encode_collector_settings(settings: Otlp) -> dict[str, Any]:
     """Return the settings of a collector as JSON. Paths are absolute, because the reading process may have another
-    folder."""
+    working directory."""
     document = asdict(settings)
     for name in ("certificate", "client_certificate", "client_key"):
         if document[name] is not None:

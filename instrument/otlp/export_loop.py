@@ -1,4 +1,5 @@
-"""Reads recordings, decides which ended requests are kept (settles them), and has their rows sent and written.
+"""Reads recordings, decides which ended requests to keep (settles them), and passes on their rows for sending and
+writing.
 
 The agent's exporter process reads the recordings of all processes of a run. A service without an agent reads only its
 own recording, on a thread.
@@ -43,8 +44,8 @@ FULL_RETRY_S = 0.02
 
 
 class EndedExport(NamedTuple):
-    """The result of a recording's export: the counts of spans not reported so far, and the error that ended it.
-    `metered` has the last metrics if a scrape will read them."""
+    """The result of a recording's export. `fates` has the span counts that were not reported before. `problem` is the
+    error that ended the export. `metered` has the last metrics if a scrape will read them."""
 
     fates: Mapping[str, int]
     problem: Exception | None
@@ -198,7 +199,7 @@ class ExportLoop:
         """Wait until the export of an earlier session ends, so that a later session can be exported. Return False if no
         session waits, or at the time `until`."""
         waiting = self._find_waiting_sessions()
-        while waiting and time.monotonic() < until:
+        while waiting and any(export.is_ours for export in self.recordings.values()) and time.monotonic() < until:
             self.end_settled_exports()
             if self._find_waiting_sessions() != waiting:
                 return True
@@ -260,21 +261,21 @@ class ExportLoop:
         now_ns = time.monotonic_ns()
         since_ns = now_ns - self._settled_at_ns
         is_behind = self.is_paused and since_ns < BEHIND_NS
-        is_due = is_last or since_ns >= SETTLE_EACH_NS or self._settling.has_more or self._is_ahead
-        if (is_due and (is_last or not is_behind)) or (at_once and not has_more):
+        is_due = is_last or since_ns >= SETTLE_EACH_NS or self._settling.has_more
+        if (is_due and (is_last or not is_behind)) or self._is_ahead or (at_once and not has_more):
             self._settle_requests(now_ns, is_last=is_last, at_once=at_once and not has_more)
         for number, export in list(self.recordings.items()):
             self.attempt_on_recording(number, partial(self._finish_reading, number, export))
         if self.datasets:
             self.attempt_on_dataset(self._close_datasets)
         self._has_looked()
-        return (bool(has_more) and not self._is_ahead) or (self._settling.has_more and not is_behind)
+        return bool(has_more) or (self._settling.has_more and not is_behind)
 
     @property
     def _is_ahead(self) -> bool:
-        """True if the reading of a recording pauses until the next round of settling."""
-        readings = [export.current_reading for export in self.recordings.values()]
-        return any(reading is not None and reading.reader.is_ahead for reading in readings)
+        """True if a recording is not read further before the next round of settling, although its spans can be sent."""
+        sending = (export.current_reading for export in self.recordings.values() if not export.is_behind)
+        return any(reading is not None and reading.reader.is_ahead for reading in sending)
 
     def _is_earlier_session_open(self, export: RecordingExport) -> bool:
         """Return True if the export of an earlier session in the same recording has not ended."""

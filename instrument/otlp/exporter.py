@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Columns, Int64s
 
 LEAST_REQUEST_BYTES = 64 << 10
-"""The lowest size limit of requests in bytes, after refusals by the collector. A queue of this size is sent at once."""
+"""The lowest size limit of requests in bytes. Refusals by the collector cannot reduce the limit further. A queue of
+this size is sent at once."""
 HALVINGS = 12
 """The maximum number of consecutive halvings of a request that the collector refuses as too large."""
 
@@ -344,8 +345,8 @@ class Exporter:
             self._deliver_request(sender, request)
 
     def _send_metrics(self, sender: Sender, at_once: bool) -> None:
-        """Send the due metrics of each process. After a failure, the next attempt begins with the other processes,
-        because the collector may refuse only this process."""
+        """Send the due metrics of each process. After a failure, the next attempt begins with other processes, because
+        the collector may refuse only the metrics of one process."""
         for source in self._metered:
             metrics, now_ns = source.metrics, time.monotonic_ns()
             deferred_ns = max(self._deferred_until_ns, self._metrics_deferred_until_ns)
@@ -365,7 +366,7 @@ class Exporter:
                     self._metered = tuple(sorted(self._metered, key=lambda metered: metered is source))
 
     def _send_process_metrics(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Send a process's metrics. Return False after a failure, after which other metrics must wait.
+        """Send a process's metrics. Return False if the metrics of other processes must wait after a failure.
 
         A pause that the collector asks for delays later metrics, not spans.
         """

@@ -205,7 +205,8 @@ def make_exemplar_labels(exemplar: Exemplar) -> dict[str, str]:
 
 
 def iterate_buckets(metric: Metric, labels: Labels, of: Distribution) -> Iterator[tuple[float, int, Exemplar | None]]:
-    """Yield the buckets of a histogram: upper bound, number of values up to the bound, and longest exemplar."""
+    """Yield each bucket of a histogram: its upper bound, the number of values up to the bound, and the exemplar with
+    the largest value."""
     usual_bounds = BOUNDS_S if metric.unit == "s" else BOUNDS_ITEMS
     bounds = DEFINITIONS[metric.name].bounds if metric.name in DEFINITIONS else usual_bounds
     counts = [0] * (len(bounds) + 1)

@@ -1,5 +1,5 @@
-"""Writes the ended requests of running processes into files: all requests into Parquet files, and those that tail
-sampling keeps into recordings.
+"""Writes the ended requests of running processes into files: all requests into Parquet files, and the requests kept by
+tail sampling into recordings.
 
 A Parquet file is written on this machine and closed after a while. For an object store, a thread then uploads it. If
 this exporter is killed, the next exporter counts the rows in unfinished files as lost.
@@ -344,8 +344,11 @@ REMOVED = "files of kept requests that were removed to keep within limits.disk"
 
 
 class KeptFiles:
-    """Writes the spans that tail sampling keeps into files of a folder, named `SERVICE-RUN-PID-NUMBER-kept.npz`. All
-    such files take at most `disk_bytes`: the oldest are removed, and the next file reports how many."""
+    """Writes the spans kept by tail sampling into files of a folder, named `SERVICE-RUN-PID-NUMBER-kept.npz`.
+
+    All such files take at most `disk_bytes`. The oldest files are removed, and the next file reports the number of
+    removed files.
+    """
 
     def __init__(self, folder: Path, run: str, disk_bytes: int) -> None:
         self._folder = folder

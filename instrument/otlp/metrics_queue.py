@@ -107,7 +107,7 @@ class Metrics:
         self._request_samples = REQUEST_SAMPLES
 
     def save_state(self) -> dict[str, Any]:
-        """Return the losses and the delivered values as values for JSON, for `restore_state`."""
+        """Return the losses and the delivered values as JSON values, for `restore_state`."""
         with self._lock:
             state = _State(
                 self._start_ns, self._start_realtime_ns, self._delivered_ns, [*self._delivered_values.items()],
@@ -284,8 +284,8 @@ def convert_samples(
     newest: dict[tuple[str, int], float],
     begun_ns: dict[int, int],
 ) -> list[Series]:
-    """Convert samples of gauges to metrics. `newest` gets the last value of each gauge. `begun_ns` gets the wall time
-    of each device's first sample, where the device's sums begin."""
+    """Convert samples of gauges to metrics. Store the last value of each gauge in `newest`, and the wall time of each
+    device's first sample in `begun_ns`."""
     series_by_name: dict[str, Series] = {}
     for sample in samples:
         if sample.value is None:

@@ -1,8 +1,7 @@
 """Encodes many spans at once, from columns, as OTLP protobuf or JSON (see `span_forms`).
 
-An encoded span has four pieces. The head has the ids, the times and the measured numbers. The other pieces (the span's
-attributes, the site's attributes, rare members) are encoded once per distinct value. A device interval is encoded as a
-span of its own.
+An encoded span has two pieces. The head has the ids, the times and the measured numbers. The rest has the attributes
+and rare fields, and is encoded once per distinct value. A device interval is encoded as a span of its own.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ class RowIds(NamedTuple):
 
 
 class SpanPacker:
-    """Encodes the rows of one process in a trace as spans.
+    """Encodes one process's rows of a trace as spans.
 
-    `threads` has the names of threads by native id. `part` is the process in a trace of several processes, else None.
-    `links` and `interruptions` have row numbers as keys.
+    `threads` has the names of threads by native id. `part` has the process's own numbers of threads, devices and
+    streams; it is None in a trace of one process. `links` and `interruptions` have row numbers as keys.
     """
 
     def __init__(
@@ -221,7 +220,7 @@ class SpanPacker:
     def _add_heads(
         self, rests: Objects, size: Int64s, ids: RowIds, starts: Int64s, ends: Int64s, numbers: Mapping[str, Number]
     ) -> tuple[Objects, Int64s]:
-        """Return both pieces of each span, the head and the rest, and the size of the span."""
+        """Return the head and the rest of each span, and the size of each span."""
         form = self._form
         pieces = np.empty((len(rests), 2), dtype=object)
         pieces[:, 1] = rests

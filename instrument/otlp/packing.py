@@ -142,8 +142,8 @@ def _rename_attributes(kind: str, attributes: Iterable[tuple[str, object]]) -> d
 
 
 def convert_value(value: object) -> object:
-    """Return a value that OTLP can represent. The type's name replaces any other value, such as a tensor, which is
-    never read."""
+    """Convert a value for OTLP. An object without a form in OTLP, such as a tensor, is not read: the name of its type
+    is returned."""
     if isinstance(value, str):
         return str.__str__(value).encode("utf-8", "replace").decode()
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""Exports one recording: reads its new rows, and passes the spans that tail sampling keeps to an exporter.
+"""Exports one recording: reads its new rows, applies tail sampling, and passes the kept spans to an exporter.
 
 The progress is stored in the recording, so that a later exporter can continue. It is stored before the first span of a
 request is sent, so that no span is sent twice.

@@ -33,7 +33,7 @@ DEVICE_WAIT_NS = 2 * 10**9
 """The maximum time in ns for which spans wait for their device times before they are sent."""
 
 INTERVALS_KNOWN = 4_096
-"""The maximum number of stored pairs of a time and the number of device intervals at that time."""
+"""The maximum number of stored counts of device intervals. Each count is stored with its time."""
 
 _WATCHED = (FIRST_ITEM.encode(), BATCH_KEYS.encode())
 
@@ -42,7 +42,7 @@ class RecordingReader:
     """Reads the new rows of one recording.
 
     One thread uses an instance. `rows` has the waiting rows. `seen` counts the rows that were read, `missed` the rows
-    that were overwritten earlier. `places` has the next row of each ring, by the ring's number.
+    that were overwritten unread. `places` has the next row of each ring, by the ring's number.
     """
 
     def __init__(self, mapped: Mapped, progress: Progress, facts: ExportFacts) -> None:

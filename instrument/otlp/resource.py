@@ -1,6 +1,7 @@
 """Makes the OpenTelemetry resource of this process: the attributes by which a collector identifies it.
 
-Own attributes, detected attributes and those of the service's tracer provider are merged.
+The resource merges attributes of the recording process, attributes that OpenTelemetry detects, and attributes of the
+service's tracer provider.
 """
 
 from __future__ import annotations

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 @cache
 def import_once(name: str) -> Any:
-    """Import a module, or return it from the cache. An agent's exporter has cached `http.client` without TLS."""
+    """Import a module, or return the cached module. The exporter of an agent imports `http.client` without TLS, and
+    caches it."""
     return import_module(name)
 
 

@@ -55,8 +55,11 @@ Part = tuple[str, bytes | int]
 
 
 class PackedRows(NamedTuple):
-    """Encoded spans by row, each followed by its device intervals. Each span or interval is an entry: two `pieces`, and
-    a size in bytes (`sizes`). `ends` has the number of entries up to the end of each row."""
+    """Encoded spans in the order of their rows. Each span is followed by its device intervals.
+
+    Each span or interval is an entry with two `pieces`. `sizes` has the size of each entry in bytes. `ends` has the
+    number of entries up to the end of each row.
+    """
 
     pieces: Objects
     sizes: Int64s

@@ -28,7 +28,7 @@ CLOCK_DRIFT_NS = 10**6
 """The drift of the wall clock in ns above which it is corrected."""
 
 CLOCK_STEP_NS = 5 * 10**8
-"""The change of the wall clock in ns above which it is a step, and no drift."""
+"""The change of the wall clock in ns above which the change counts as a step. A smaller change is drift."""
 
 FATES = ("offered", "exported", "rejected", "failed", "dropped", "pending")
 SENDING = "sending"
@@ -121,7 +121,7 @@ class RequestQueue:
         return self._counts["pending"]
 
     def count_fates(self) -> Mapping[str, int]:
-        """Return the spans by fate, such as ``exported``, and the settled ``requests``, since the queue was made.
+        """Return the number of spans per fate, such as ``exported``, and the number of settled ``requests``.
 
         offered = exported + rejected + failed + dropped + pending. A device interval counts as a span.
         """

@@ -69,8 +69,8 @@ _TOO_LARGE = "more than 1 MiB; is this the right file?"
 class Document:
     """A YAML text, the environment variables to which it may refer, and its problems.
 
-    `faults` is the number of problems, and of attempts to read a broken node. `origins` has the variable's name for
-    each setting that comes from a variable, and `shown` the text of such a setting for messages.
+    `faults` counts problems, and attempts to read broken nodes. For each setting from a variable, `origins` has the
+    variable's name, and `shown` the setting's text for messages.
     """
 
     def __init__(self, text: str, *, name: str, environ: Mapping[str, str]) -> None:
@@ -98,7 +98,7 @@ class Document:
 
     @contextmanager
     def refuse_incomplete_node(self) -> Iterator[None]:
-        """A context manager that refuses the current node at the end if a part of the node was refused inside."""
+        """A context manager that refuses the current node at its end if a part of the node was refused."""
         faults = self.faults
         yield
         if self.faults > faults:
@@ -463,7 +463,7 @@ def make_whole_number_reader(least: int) -> Read:
 
 
 SMALL = 1024
-"""The number from which an error message suggests bytes as the missing unit."""
+"""The smallest number without a unit for which an error message suggests bytes."""
 
 _QUANTITY = late_pattern(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = late_pattern(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")
@@ -479,8 +479,8 @@ def parse_amount(text: str, units: Mapping[str, int]) -> int | None:
 
 
 def make_quantity_reader(units: Mapping[str, int], example: str, least: str, also: str = "") -> Read:
-    """Return a reader of a number with a unit, such as 64MiB, in the smallest unit. 0 needs no unit. `also` names other
-    allowed values for messages."""
+    """Return a reader of a number with a unit, such as 64MiB. The reader returns the amount in the smallest unit. 0
+    needs no unit. `also` is a text for messages with other allowed values."""
     bound = f", from {least}" if least else ""
     allowed = f"{also}a number with a unit ({' '.join(units)}), such as {example}{bound}"
     floor = parse_amount(least, units) or 0

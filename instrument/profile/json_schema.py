@@ -60,7 +60,7 @@ COMPUTED_DESCRIPTIONS: Mapping[tuple[str, str], str] = {("requests", "servers"):
 """The computed descriptions of keys. They replace the descriptions in the schema's file."""
 
 TEXTS_OF_DEFAULTS: Mapping[tuple[str, str], str] = {("export.otlp", "endpoint"): "http://localhost:4318"}
-"""The defaults of keys as texts of a profile, where the reader returns a different value."""
+"""The defaults in the schema that differ from the defaults of the model, by section and key."""
 
 
 def make_schema() -> dict[str, Any]:

@@ -29,7 +29,7 @@ _ITERATED = "OTEL_"
 
 
 class Consulted(Mapping[str, str]):
-    """A mapping of the environment that notes the names of the variables that are read."""
+    """A mapping of environment variables. `names` has the variables that were read."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = user_settings(environ)
@@ -58,7 +58,7 @@ def write_shared_profile(path: Path, profile: Profile, consulted: Consulted) -> 
 
 
 def read_shared_profile(path: Path | None, source: str) -> Profile | None:
-    """Read the profile that another process has parsed, None if there is none or it is out of date."""
+    """Return the profile that another process has parsed. Return None if it is missing or out of date."""
     if path is None:
         return None
     try:

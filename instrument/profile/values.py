@@ -117,7 +117,7 @@ _read_ring = make_size_reader("64MiB", least="64KiB")
 
 @with_schema(SIZE)
 def read_ring_size(node: YamlNode) -> int:
-    """Read the size of the rings. A size above the process's memory is refused, because all of it may be used."""
+    """Read the size of the rings. A size above the process's memory is refused."""
     size_bytes: int = _read_ring(node)
     memory = measure_usable_memory_bytes()
     if memory is not None and size_bytes > memory:
@@ -382,7 +382,7 @@ def read_header_list(node: YamlNode) -> tuple[tuple[str, str], ...]:
 
 
 def public_texts(node: YamlNode, key: str) -> list[str]:
-    """Return the texts of a key without duplicates or secrets, for a rule's name in messages."""
+    """Return the distinct texts of a key, without secrets."""
     _, value = node.pairs.get(key, (node, node))
     return list(dict.fromkeys(text.public_text for text in value.items or (value,) if text.kind == "text"))
 
@@ -454,7 +454,7 @@ def _switched_off_signals(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def drop_switched_off_exports(profile: Profile, document: Document) -> Profile:
-    """Return a profile without the exports that variables switch off. Add remarks on variables."""
+    """Return a profile without the exports that environment variables switch off."""
     remarks, environ = document.remarks, document.environ
     if profile.export.otlp is not None:
         remarks = [*remarks, *_describe_variables(environ)]

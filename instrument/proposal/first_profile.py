@@ -48,7 +48,7 @@ LEAST_BATCH = 0.05
 """The minimum time of a batch function, as a share of the work outside of requests."""
 
 PASSED = 0.95
-"""The minimum number of calls of the function with the request key, relative to the candidate with the most calls."""
+"""The minimum calls of a function with a possible request key, as a share of the most calls of any such function."""
 
 COVERED = 0.8
 """The minimum share of callees in a batch function's time. From this share on, the callees are proposed instead."""
@@ -128,7 +128,8 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
 
 
 def _choose_key_path(observation: Observation, choice: FunctionChoice, inside: Mapping[str, CallGroup]) -> _Path | None:
-    """Choose the argument that identifies requests best: its values occur in the most other functions."""
+    """Choose the argument that identifies requests best. Its values occur in the largest number of functions outside of
+    requests."""
     count = CallGroup(choice.requests).calls
     values_elsewhere = [
         set().union(*(ids.digests for ids in paths.values()))

@@ -161,8 +161,7 @@ def write_report(
 
 
 def _is_layer_forward(label: str) -> bool:
-    """Return True for the `forward` method of a torch layer. Rules for layers record it, so it needs no rule for
-    functions."""
+    """Return True for the `forward` method of a torch layer, which rules for layers record."""
     module, _, qualname = label.partition(":")
     owner, _, name = qualname.rpartition(".")
     torch = sys.modules.get("torch.nn")

@@ -186,8 +186,8 @@ def gauge(name: str, unit: str = "1") -> Number:
 
 @_cache_newest_results
 def counter(name: str, unit: str = "1") -> Number:
-    """Return the counter with a name: ``instrument.counter("cache.hits").add()``. `add` takes an amount from 0 on, 1 by
-    default.
+    """Return the counter with a name: ``instrument.counter("cache.hits").add()``. `add` takes an amount of at least 0,
+    by default 1.
 
     `unit` is a unit of UCUM, such as "By", "s" or "{request}", or "1" for a share. Counters are shown in traces and
     `instrument live`. They are also sent to collectors.

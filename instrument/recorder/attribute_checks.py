@@ -362,7 +362,7 @@ def _check_scalar(value: object) -> str | bool | int | float | None:
 
 _BOOLS = (("numpy", "bool_"), ("numpy", "bool"))
 _ITEMS = (bool, int, float, str)
-"""The allowed classes of an array's item. An array without dimensions is an allowed attribute."""
+"""The allowed classes of the value in an array without dimensions."""
 
 
 def _convert_to_text(value: object) -> str | None:

@@ -84,7 +84,7 @@ MOST_SITE_SHAPES = 65_536
 
 
 class Readback(Core):
-    """A recorder's core with methods that mute sites, annotate open spans, and read its own recording."""
+    """A recorder's core with methods that mute sites, annotate open spans, and read the process's own recording."""
 
     scope_name_limit: int
     irregular: Counter[str]
@@ -109,8 +109,8 @@ class Readback(Core):
         return True
 
     def allow_muting(self, site: Site, function: Any = None, shape: str = "") -> None:
-        """Allow a site to be muted. `function` is a wrapper made by `wrap`, or None for a probe that reads `passes`
-        itself."""
+        """Allow a site to be muted. `function` is a wrapper made by `wrap`, or None for a probe that checks
+        `Readback.passes` itself."""
         if not self.note_shape(site, shape or ("method" if function is None else "call")):
             return
         functions = self._mutable.setdefault(site, None)
@@ -150,7 +150,7 @@ class Readback(Core):
         return {site: calls for site, counter in list(self._counters.items()) if (calls := counter.calls)}
 
     def spans_cut_by_muting(self) -> dict[Site, int]:
-        """Return the number of generators' spans that ended early by muting, by site."""
+        """Return the number of generators' spans that muting ended early, by site."""
         return {site: cut for site, counter in list(self._counters.items()) if (cut := counter.cut)}
 
     def current_span_id(self) -> int:

@@ -28,7 +28,8 @@ BUSY_STEP_NS = 5 * 10**7
 """The ns between two comparisons while the budget is exceeded or the rings lose rows."""
 
 DETACH_SHARE = 0.05
-"""The share of the budget above which a muted site's probe is detached."""
+"""The minimum cost of counting a muted site's calls, as a share of the budget. Below it, the site's probe is not
+detached."""
 
 TRIAL_S = 0.02
 """The seconds for which a detached probe is attached again to measure the load."""
@@ -47,7 +48,8 @@ LAST_WAIT_NS = 3600 * 10**9
 """The longest time in ns before a detached probe is attached for another trial."""
 
 WAIT_MULTIPLE = 10
-"""The multiple of a site's last wait. If the site is muted again within that time, the wait doubles."""
+"""The multiple of a site's last muted time. A site that is muted again within this multiple stays muted twice as
+long."""
 
 Detach = Callable[[Site], Callable[[], None] | None]
 """A function that detaches a site's probe and returns a function to attach it again, None on failure."""
@@ -384,7 +386,7 @@ class Governor:
         return "its probe cannot be removed: record it by a rule instead, or not at all"
 
     def unmute_all_sites(self) -> None:
-        """Unmute all sites, and attach their probes again. `notes` still names the sites."""
+        """Unmute all sites, and attach their probes again. The notes on the sites remain."""
         for off in self._off.values():
             off.attach()
         for site in self.muted:

@@ -344,7 +344,7 @@ class Recorder(Readback):
             HEADER.write(self.memory, state=RUNNING if on else OFF)
 
     def find_part_memory(self, name: str) -> memory.SlotRoom | None:
-        """Return a part of the recording's memory, into which Python code writes. Return None without memory."""
+        """Return a part of the recording's memory for Python code to write, None without memory."""
         return None if self.memory is None else memory.SlotRoom.from_part(self.memory, name)
 
     def write_goodbye(self) -> None:

@@ -93,8 +93,8 @@ class MeteredRows(Protocol):
 class Meter:
     """A counter for all metrics of one process, from `start_ns` on. Only the thread that reads the rings may use it.
 
-    - `generations`: the HTTP routes whose answers a model generates
-    - `watches`: True if batches and generating functions also have metrics
+    - `generations`: the HTTP routes for which a model generates the answers
+    - `watches`: True if batches, and functions that generate answers, also have metrics
     - `by`, `at_most`: the attribute that groups requests, and the maximum number of groups
     - `groups`: the names of groups; meters share this set if their metrics are added up
     """
@@ -252,8 +252,8 @@ class Meter:
     # ---------------------------------------------------------------- calls of functions
 
     def _count_calls(self, marks: Collection[str]) -> None:
-        """Count the calls of the functions with `marks`, and with earlier marks, from the running totals. After a
-        reload, the series of a function's old site continues with the new site."""
+        """Count the calls of the functions with `marks` from the running totals. Functions with earlier marks remain
+        counted."""
         self._asked_for.update(marks)
         if not marks:
             return
@@ -365,7 +365,7 @@ def count_queued_tasks() -> Mapping[str, int]:
 
 
 _POOL_NUMBER = late_pattern(r"(?<=ThreadPoolExecutor)-\d+_\d+$|_\d+$")
-"""A pattern of the numbers after a pool's name in the names of its threads."""
+"""A pattern of the numbers at the end of a thread's name. Without them, it is the name of the thread pool."""
 
 
 def _request_labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) -> Labels:

@@ -57,17 +57,17 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 Attributes = Callable[[tuple[Any, ...], dict[str, Any]], "dict[Any, Any] | None"]
-"""A function that returns a span's attributes, or None, from a call's arguments. It never raises."""
+"""A function of a call's arguments that returns the span's attributes or None. It never raises."""
 
 
 Results = Callable[[Any], "dict[Any, Any] | None"]
-"""A function that returns a span's attributes, or None, from a call's result. It never raises."""
+"""A function of a call's result that returns the span's attributes or None. It never raises."""
 
 FORMS = ("call", "scope", "coroutine", "generator", "awaitable", "async generator", "submit", "start")
 """The forms of wrapped functions. C code uses the index of a form."""
 
 Passes = Callable[[tuple[Any, ...]], bool]
-"""A function that returns True if a call gets no span, from the call's positional arguments. It never raises."""
+"""A function of a call's positional arguments that returns True for a call without a span. It never raises."""
 
 
 def wrap(

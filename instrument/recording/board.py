@@ -21,7 +21,7 @@ _BYTES = 1 << 20
 """The maximum size in bytes of a run's board."""
 
 RECORDED = "recorded"
-"""The mark that a process of the run has recorded calls."""
+"""The mark that reports that a process of the run has recorded calls."""
 
 
 def make_board() -> Callable[[], None]:

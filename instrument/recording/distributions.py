@@ -113,8 +113,7 @@ class Distribution:
             self.add_distribution(Distribution(count, count * start_ns, start_ns, start_ns, {index: count}))
 
     def add_later_calls(self, now: Distribution) -> None:
-        """Add the further calls in `now`, a later state of this distribution. A counted call remains in its bucket,
-        even if its device time has moved it to another bucket in `now`."""
+        """Add the new calls in `now`, a later state of this distribution."""
         calls_left = now.count - self.count
         for index, count in now.buckets.items():
             more = min(count - self.buckets.get(index, 0), calls_left)
@@ -170,7 +169,8 @@ class Exemplar:
 
 
 class Exemplars:
-    """The exemplars of one series. The newest call is kept for each power of two of the duration."""
+    """The exemplars of one series, at most one per range of durations. A range begins at a power of two. The newest
+    call in a range is kept."""
 
     __slots__ = ("_newest",)
 

@@ -27,16 +27,18 @@ EXPORT_COUNTERS = (
 
 - `seen`, `missed`: spans that were read, and spans that were overwritten before they were read
 - `intervals`: device intervals of kept spans; a collector gets each interval as a span
-- `passed`, `beyond`, `kept`: spans that the tail sampler dropped, spans beyond a limit, and all other spans that were
-  read
-- `sending`: kept spans in the current request
+- `passed`: spans that the tail sampler dropped
+- `beyond`: spans beyond a limit
+- `kept`: all other spans that were read
+- `sending`: kept spans in the current OTLP request
 - `exported`: kept spans that a collector accepted, or that are in a complete file
 - `rejected`, `failed`, `dropped`: kept spans that no collector has accepted
 - `unwritten`, `unstored`: spans in no complete file, and lost rows of a dataset
 - `untimed`: exported spans without their device times
-- `unanswered`: spans in a request without an answer, because the exporter was killed
+- `unanswered`: spans in an OTLP request that had no answer when the exporter was killed
 - `abandoned`: all other read spans that were neither sent nor dropped when the exporter was killed
-- `derived lost`, `deriving`: lost spans of stages, and spans of stages that may still be lost
+- `derived lost`: lost spans of stages such as queue and prefill
+- `deriving`: spans of stages that may still be lost
 - `unqueued`: requests whose queue time is missing in the metrics
 - `queueing`: requests whose queue time may still be lost
 """
@@ -54,7 +56,7 @@ UNREAD = "spans that nobody had read as their export ended"
 
 DERIVED_LOST, UNQUEUED = "derived lost", "unqueued"
 OPEN_FATES = {"deriving": DERIVED_LOST, "queueing": UNQUEUED}
-"""A map from each counter of spans or requests that may still be lost to the counter of the lost ones."""
+"""A map from the counters of possible losses to the counters of final losses."""
 
 METRICS_LOST = "metrics lost"
 """The counter of metric data points that a collector did not accept."""
@@ -93,7 +95,7 @@ class Progress:
 
     @property
     def unanswered_spans(self) -> int:
-        """The number of spans in the last request to the collector, if it has not been answered."""
+        """The number of spans in the last OTLP request, if the collector has not answered it."""
         return min(self.fates["sending"], self.unsettled_spans)
 
     def unreported_counts(self) -> dict[str, int]:
@@ -121,7 +123,7 @@ class MeterState:
     - `settled_ns`: the monotonic time up to which metrics have been sent or dropped
     - `places`: the next row to read of each ring, by the ring's number
     - `meter`: the counts from the rows before `places`
-    - `delivered`: the losses, and the values that the collector has accepted
+    - `delivered`: the values that the collector has accepted, and the losses
     """
 
     generation: int

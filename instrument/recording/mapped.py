@@ -1,4 +1,4 @@
-"""The reader of a recording in memory that another process writes, or has written before its end.
+"""The reader of another process's recording in memory. That process may have ended.
 
 The bytes may be half-written, stale or invalid. So the reader copies bytes before it checks them, and leaves out
 invalid values. The writer never waits for readers.
@@ -208,8 +208,8 @@ class Mapped:
         return np.frombuffer(data, kind, len(data) // part.stride)
 
     def _slots_at_addresses(self, addresses: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-        """Return the number of the slot at each address of the recorded process, -1 for an address outside of the part
-        `name`."""
+        """Return the slot numbers in the part `name` for addresses in the recorded process, -1 for an address
+        outside."""
         part = self._parts[name]
         with np.errstate(over="ignore"):
             off = addresses.astype(np.uint64) - np.uint64((self._base + part.offset) % (1 << 64))
@@ -333,8 +333,8 @@ class Mapped:
         return rows.start + bisect_left(rows, 1, key=has_ended_after) if ring.rows >= 0 else ring.head
 
     def find_threads_with_losses(self, since_ns: int) -> tuple[set[int], set[int]]:
-        """Return two sets of threads that may have lost rows which ended after `since_ns`: threads whose rings have
-        overwritten rows, and threads that have ended."""
+        """Return the threads that may have lost rows since `since_ns`. The first set has threads with overwritten rows,
+        the second set has ended threads."""
         rings = [ring for ring in self._read_rings() if ring.thread_id]
 
         def ring_reaches_back(ring: _Ring) -> bool:
@@ -346,8 +346,8 @@ class Mapped:
         return wrapped, set() if any(map(ring_reaches_back, ended)) else {ring.thread_id for ring in ended}
 
     def read_rows(self, since: Mapping[int, int] | None = None, most: int = 1 << 62) -> list[RingRows]:
-        """Return the rows of all rings, at most `most` rows. `since` has the number of the first row to read of each
-        ring. For the next call, this is the `head` of each result.
+        """Return the rows of all rings, at most `most` rows. `since` has the first row to read of each ring, by the
+        ring's number. The next call continues at the `head` of each result.
 
         The oldest row of a full ring is left out, because it may be half-written.
         """
@@ -450,13 +450,13 @@ class Mapped:
         return self._parts["details"].slots
 
     def read_details_since(self, begin: int) -> tuple[dict[int, tuple[int, bytes]], int]:
-        """Return the details that were written from an offset on, by span id, and the offset after them. A detail is a
+        """Read the details from the offset `begin` on. Return the details by span id, and the end offset. A detail is a
         row's active time in ns, and a JSON text."""
         pieces, used = self.copy_details(begin)
         return parse_details(pieces), used
 
     def copy_details(self, begin: int = 0) -> tuple[list[bytes], int]:
-        """Return the bytes of details from an offset on, for `parse_details`, and the offset after them."""
+        """Return the bytes of the details from the offset `begin` on, and the end offset."""
         self._read_head()
         part, block = self._parts["details"], layout.DETAIL_BLOCK_BYTES
         used = part.used
@@ -622,7 +622,8 @@ def parse_details(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
 
 
 def _convert_reading(name: str, value: float, is_reported: int) -> float | None:
-    """Return a stored reading as the type of its gauge: an int for bytes, None if the device does not report it."""
+    """Convert a stored reading to an int for bytes, else to a float. Return None if the device does not report the
+    gauge."""
     if not is_reported:
         return None
     return int(value) if GAUGES[name].unit == "bytes" else float(value)

@@ -340,7 +340,7 @@ EXPORT_BYTES = 3 * ALIGNED_BYTES
 METER_BYTES = 16 * ALIGNED_BYTES
 """Bytes of the checkpoint of metrics, which is in front of the checkpoint of spans."""
 MOST_SMALL_RINGS = 4096
-"""The maximum number of rings of the smallest size, which threads get after the larger rings are used up."""
+"""The maximum number of rings of the smallest size. Threads get such rings once the larger rings are used up."""
 
 
 def count_interval_slots(ring_bytes: int) -> int:
@@ -385,8 +385,8 @@ Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any
 """A row (a finished span) as a tuple: node, span id, parent id, root id, task, begin, end, time of the children, active
 time, error and attributes.
 
-The self time is the active time minus the time of the children. The recorder has already subtracted the span's own
-waits from the time of the children. An active time of -1 means the total time.
+The self time is the active time minus the time of the children. An active time of -1 means the total time. The self
+time includes waits, because the recorder has reduced the time of the children by the span's own waits.
 """
 
 ROW_NODE: Final = 0
@@ -408,7 +408,7 @@ PACKED_ROW = ROW.make_struct()
 details."""
 
 STREAM = object()
-"""The attribute key of the stream or `Work` to time on a device. Readers of spans do not get it."""
+"""The key of an attribute for the recorder alone: the device stream to time, or a `Work`."""
 
 
 def unpack_rows(data: bytes) -> Iterator[Row]:

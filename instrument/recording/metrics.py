@@ -314,7 +314,7 @@ BUCKETS_END = 1 << 13
 """The end of the valid bucket numbers. The middle of each lower bucket fits into a float."""
 
 MOST_VALUES = 1 << 53
-"""The largest number of values that a bucket's cell, which is a float, counts exactly."""
+"""The largest valid number of values in a bucket. A float cannot count further values exactly."""
 
 
 def parse_cell(name: bytes, at_ns: int, value: float) -> Cell | None:

@@ -48,8 +48,11 @@ class CallTree:
         return len(self._nodes) // 2
 
     def add_nodes(self, first: int, numbers: bytes, parents: bytes) -> None:
-        """Add nodes from the number `first` on. Only one thread may call this at a time. Both columns are 32-bit
-        numbers: the index of each node's site in `sites`, and the node's parent or `NOT_BELOW`."""
+        """Add nodes from the number `first` on. Only one thread may call this at a time.
+
+        - `numbers`: the index of each node's site in `sites`, as 32-bit numbers
+        - `parents`: the parent of each node, or `NOT_BELOW`, as 32-bit numbers
+        """
         if numbers:
             added = array("i", 2 * numbers)
             added[::2], added[1::2] = array("i", numbers), array("i", parents)

@@ -116,8 +116,7 @@ ITEMS, LONGEST_GAP, MEDIAN_GAP = "items", "longest_gap_ns", "median_gap_ns"
 """The attributes with a streaming span's number of items, and the longest and median ns between two items."""
 
 KEY = intern("instrument.key")
-"""The attribute with the key of the request that a span serves, such as a request id. All processes use the same
-key."""
+"""The attribute with the key of the request that a span serves. All processes use the same key for a request."""
 
 BATCH_KEYS, BATCH_WEIGHTS = intern("instrument.batch.keys"), intern("instrument.batch.weights")
 """The attributes of a batch, a span that serves several requests: the requests' keys, and the weight of each."""
@@ -263,7 +262,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU, or a MIG instance of a GPU. `uuid` is its name in NVML and nvidia-smi, which begins with `GPU-` or `MIG-`.
+    """A GPU, or a MIG instance of a GPU. `uuid` is the name in NVML, and begins with `GPU-` or `MIG-`.
 
     `device` is the index among `CUDA_VISIBLE_DEVICES`, in the order of PCI buses. CUDA has the same indices if
     `CUDA_DEVICE_ORDER` is `PCI_BUS_ID`, or if all GPUs are of one model.
@@ -328,12 +327,11 @@ TIME_IN_QUEUE = "instrument.time_in_queue"
 """The attribute with the seconds for which a job, such as a Celery task, waited in its queue."""
 
 LATE_FAILURE = Site("failed after its answer", "user", module="instrument", qualname="requests")
-"""The site of failures of a web application after its complete answer."""
+"""The site of failures in a web application that has already sent its complete answer."""
 
 
 def _make_site_check(model: Site) -> Callable[[Site], bool]:
-    """Return a function that compares sites with `model` by name and module, because sites from a file are other
-    objects."""
+    """Return a function that compares sites with `model` by name and module."""
     return lambda site: site.module == model.module and site.name == model.name
 
 
@@ -388,7 +386,7 @@ FIRSTS: Mapping[str, str] = {
     "passed": "Requests before it have the name of a health probe, or called nothing that is recorded, and do not "
     "count: a rule with `first_request: true` can name the right one.",
 }
-"""The explanation of the choice of the first request, for each value of `Startup.why`."""
+"""The reason why a request counts as the first, by the value of `Startup.why`."""
 
 
 @dataclass(frozen=True, slots=True)

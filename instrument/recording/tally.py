@@ -42,10 +42,10 @@ class Totals(NamedTuple):
     """The totals of calls: a line of a tally, or a sum of lines. All times are in ns.
 
     - `waiting_ns`: the part of `self_ns` in which an await suspended the calls
-    - `elapsed_ns`: the sum of each call's time on the host or on a device; time on both counts once
+    - `elapsed_ns`: the sum of the calls' times on the host or on a device; simultaneous time on both counts once
     - `cancelled`: the number of requests that were cancelled without an error
     - `first_ns`: the monotonic time at which the first call began, 0 without a call
-    - `probe_ns`: the cost of the calls' probes in the self time of their callers, 0 if unknown
+    - `probe_ns`: the cost of the calls' probes that the callers' self times include, 0 if unknown
     """
 
     node: int = NOT_BELOW
@@ -156,8 +156,8 @@ class Tally:
 
     @classmethod
     def sum_tallies(cls, tallies: Iterable[Tally], threads: Mapping[int, str] | None = None) -> Tally:
-        """Return the sum of several tallies, such as those of processes. A thread has the name from the first tally
-        with that thread, unless `threads` has a name."""
+        """Return the sum of several tallies, such as those of processes. A thread's name is from `threads`, or else
+        from the first tally with the thread."""
         paths, names, count = list[CallPath](), dict(threads or {}), 0
         lines, buckets = [np.zeros(0, TOTALS)], [np.zeros(0, BUCKETS)]
         for tally in tallies:
@@ -241,8 +241,8 @@ class Tally:
         return self.sum_by_group(self.site_of, int(self.site_of.max(initial=NOT_BELOW)) + 1)
 
     def lines_by_key(self, keys: Sequence[Any]) -> dict[Any, list[int]]:
-        """Return the indices of lines, grouped by `keys`, which has a key for each site. Lines with an empty key are
-        left out."""
+        """Return the indices of lines by the key of their site. `keys` has the key of each site. Lines with an empty
+        key are left out."""
         places = dict[Any, list[int]]()
         for line, site in enumerate(self.site_of[self.lines["node"]].tolist()):
             if keys[site]:
@@ -276,9 +276,8 @@ class Tally:
         return order, np.searchsorted(nodes[order], np.arange(len(self.parents) + 1)).tolist()
 
     def find_missing_device_ns(self, thread: int | None) -> Mapping[int, int]:
-        """Return the excess of the device time below each node over the node's own device time, by node. Nodes without
-        calls or without an excess are left out. A node's own device time includes calls below it on the same stream.
-        `thread` is None for all threads."""
+        """Return the device time that is missing at each node: the device time below the node, minus the node's own.
+        Nodes without calls or without missing time are left out. `thread` is None for all threads."""
         if thread in self._device_below or not self.is_field_nonzero("device_ns"):
             return self._device_below.get(thread, {})
         sums = self.sum_by_group(np.arange(len(self.parents)), len(self.parents), thread)

@@ -88,7 +88,7 @@ def find_trace_headers(carrier: Mapping[str, object]) -> tuple[object, object]:
 LOCAL, IN_SERVER_SPAN = "local", "in server span"
 
 OWN = "own"
-"""The mark of an encoded parent without a span id, because the request itself began the trace."""
+"""The mark in the result of `encode_parent` for a parent without a span id. The request itself began the trace."""
 
 
 def encode_parent(remote: RemoteParent | None) -> tuple[str, ...] | None:
@@ -103,7 +103,7 @@ def encode_parent(remote: RemoteParent | None) -> tuple[str, ...] | None:
 
 
 LINK = "instrument.link"
-"""The attribute with two ids: of the ended span that started a root span's task, and of the ended span's root."""
+"""The attribute with the id of the ended span that started a root span's task, and with the id of that span's root."""
 
 LINK_TRACE_ID = "instrument.link.trace_id"
 """The attribute with the trace id of the span in `LINK`, in hexadecimal digits, if that trace began elsewhere."""

@@ -4,7 +4,7 @@ A batch is a span that names the requests that it serves. A request's weight is 
 its tokens.
 
 The `neighbours` view, also in this module, shows how long requests of one group (such as a tenant) waited because of
-another group. `instrument.trace.bill` has its rules.
+another group. `instrument.trace.bill` has the rules by which a group causes a wait.
 """
 
 from __future__ import annotations
@@ -191,8 +191,8 @@ REPLAYED = 3
 
 @dataclass(frozen=True, slots=True)
 class GroupWaits:
-    """The waits of one group's requests, by the group that caused them. `inflicted_ns` is the time for which requests
-    of all groups waited because of this group."""
+    """The waits of one group's requests, by cause: other groups, the group itself, or nobody. `inflicted_ns` is the
+    time for which requests of all groups waited because of the group `name`."""
 
     name: str
     requests: int

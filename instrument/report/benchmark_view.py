@@ -391,7 +391,7 @@ class SpreadRow(NamedTuple):
 
 
 def find_profiler_steps(recording: Recording) -> Benchmark | None:
-    """Return None, unless `Profiler` has stored the steps of a running loop as the result of this function."""
+    """Return None. For a running loop, `Profiler` stores the steps as the result of this function."""
     return None
 
 

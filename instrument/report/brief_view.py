@@ -49,7 +49,7 @@ LAUNCH_BOUND_FROM = 0.1
 
 LOSSES = 3
 NOTE_LINES, NOTE_LINES_BELOW_HEADLINES = 6, 4
-"""The maximum number of lines of notes on what was not observed: without headlines, and with headlines."""
+"""The maximum numbers of lines for notes on what was not observed. The second number applies if there are headlines."""
 
 NO_REQUEST = "No request was recorded: see `Not observed` below."
 MORE = "More: `instrument report FILE --view {}`; `instrument help reports` explains all."

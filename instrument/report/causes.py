@@ -157,8 +157,8 @@ class CauseTimes:
         return rows[2 * served_ns <= trace.total_ns[rows]]
 
     def _subtract_separate_causes(self) -> None:
-        """Subtract the times of separate causes from the excess of engine steps. These causes are garbage collections,
-        first calls, and device work for other spans."""
+        """Subtract garbage collections, first calls, and device work for spans outside of steps from the excess time of
+        engine steps."""
         trace, costs = self.trace, self.costs
         excess_ns = costs.excess_ns.copy()
         processes = self._find_process_numbers(trace.thread_id[costs.rows])
@@ -439,8 +439,8 @@ def read_host_gauges(facts: Trace, threads: Collection[int] | None = None) -> li
 def measure_resource_wait(
     gauges: Sequence[Sequence[Sample]], cause: str, facts: Trace, begin_ns: int, end_ns: int
 ) -> tuple[float, float] | None:
-    """Return the time in ns for which threads waited in an interval, and the usual share of time with such waits. The
-    process with the longest wait counts. Return None without readings of the gauge for `cause`."""
+    """Return the time in ns for which threads waited in an interval, and the median of the gauge as a ratio. Both are
+    from the host or the process with the longest wait. Return None without readings of the gauge."""
     results = []
     for samples in gauges:
         readings = [sample for sample in samples if sample.name == PRESSURES[cause] and sample.value is not None]

@@ -40,10 +40,10 @@ FAMILY = 0.01
 """The maximum probability that any verdict of a comparison is wrong if nothing has changed."""
 
 LEAST_SHARE = 0.005
-"""The minimum share of the time that a call path needs to be compared."""
+"""The share of the time below which a call path is not compared."""
 
 MAJOR_SHARE = 0.05
-"""The minimum share of the time with which an unclear call path makes the gate inconclusive."""
+"""An unclear call path makes the gate inconclusive if it has at least this share of the time."""
 
 LEAST_CHANGE = 1e-4
 """The largest relative change that counts as no change."""

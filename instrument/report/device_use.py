@@ -107,7 +107,7 @@ class DeviceUse:
     alone. The device is idle in `starved_ns` with a request in flight, and in `unasked_ns` without one.
 
     `overlap_ns` is the time with at least two busy streams. `launch_bound_ns` is the busy time in which the device may
-    have waited for the host. `uncertainty_ns` is the smallest and the largest error of times on the host's clock.
+    have waited for the host. `uncertainty_ns` has the least and the greatest error of device times on the host's clock.
     """
 
     device: int

@@ -1,4 +1,4 @@
-"""The `device` view: how each GPU was used in the window, by stream, by name and within requests; and all gauges.
+"""The `device` view: all gauges, and the use of each GPU in the window, by stream, by name and within requests.
 
 In shares of time, parallel work counts once. In times by name, parallel work of several calls counts for each call.
 """

@@ -42,7 +42,7 @@ CORRELATED = 0.3
 EXTRA = "instrument-sdk[compare]"
 
 MOST_LOGARITHM = 50.0
-"""The largest logarithm of a change's limits, so that the exponential function does not overflow."""
+"""The maximum logarithm of a change, which prevents an overflow of the exponential function."""
 
 POWER = 0.9
 """The probability with which the test detects a change of the smallest detectable size."""
@@ -61,8 +61,8 @@ class CallSample(NamedTuple):
 class Effect:
     """The change for similar work: a difference of mean logarithms, with its standard error and its degrees of freedom.
 
-    `calls` are the numbers of matched calls before and after. `matched_ratio` is the share of matched calls in the time
-    after the change.
+    `calls` are the numbers of matched calls before and after. `matched_ratio` is the time of the matched calls after
+    the change, as a share of the time of all calls after the change.
     """
 
     difference: float
@@ -112,8 +112,8 @@ def estimate_p99_limits(values: Int64s) -> tuple[int | None, int | None]:
 
 
 class _LikeCalls:
-    """The calls in strata that have calls both before and after a change. `cells` has the stratum of each call. For
-    calls after the change, the number of strata is added to it."""
+    """The calls in strata that have calls both before and after a change. `cells` has the number of each call's
+    stratum, plus `strata` for calls after the change."""
 
     def __init__(self, before: CallSample, after: CallSample) -> None:
         covariates = np.concatenate([before.covariates, after.covariates], axis=1)

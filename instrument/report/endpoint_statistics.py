@@ -179,7 +179,7 @@ class PhaseTime:
 class EndpointTimes:
     """The requests of one endpoint. `phases` and `unknown_ns`, the time without a phase, add up to `wall_ns`.
 
-    - `cancelled`: the number of requests that ended early, such as by a client's disconnect, and are no `errors`
+    - `cancelled`: the number of requests that ended early without an error, such as by a client's disconnect
     - `counted`: the number of all ended requests, including requests whose spans are no longer kept
     """
 

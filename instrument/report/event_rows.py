@@ -155,8 +155,8 @@ class NameTree:
         return self._tally.histogram([node for entry in entries for node in self._nodes[entry].tolist()], thread)
 
     def total_ns(self, sums: Records, state: str) -> int | None:
-        """Return the sum of the topmost rows' times that the option `state` selects. Return None if only calls below a
-        topmost row were recorded."""
+        """Return the Total time of all topmost rows for a `state`. Return None if a topmost row has no calls of its
+        own, but calls below it."""
         topmost = self._drop_interruptions(self.children[ROOT])
         uncalled = topmost[sums["calls"][topmost] == 0].tolist()
         hidden_in = self._entry_of[~self._visible]  # the entries in which phases are hidden
@@ -239,8 +239,8 @@ def _mask_kept_entries(
 
 
 def _find_levels(tally: Tally, tracer_option: str) -> list[tuple[int, int, int]]:
-    """Return three tree levels for each site. The first is the level of its name, the second of its instance. The third
-    replaces both for a topmost site. `NONE` means no level."""
+    """Return three levels for each site: its name, its instance, and a replacement for both at the top of the tree.
+    `NONE` means no level."""
     tree, hides_phases = tally.tree, tracer_option == "Default"
     instantiated = INSTANTIATED if tracer_option == "AllOpDetail" else ()
     columns = zip(
@@ -399,13 +399,13 @@ def _make_event_rows(
 
 
 def mask_topmost_nodes(tally: Tally, say: Callable[[Site], bool]) -> Bools:
-    """Return a mask of the topmost nodes among those whose site `say` accepts."""
+    """Mark nodes for whose site `say` returns True, but not those below another such node."""
     marked = np.array([*tally.tree.map_sites(say), False], dtype=np.bool_)[tally.site_of]
     return np.asarray(marked & (find_ancestor(tally.parents, marked) == NONE))
 
 
 def sum_topmost_by_name(tally: Tally, say: Callable[[Site], bool]) -> dict[str, Totals]:
-    """Return the totals, by name, of the topmost nodes among those whose site `say` accepts."""
+    """Return the totals of topmost nodes by name (see `mask_topmost_nodes`)."""
     numbers = np.array([*tally.tree.number_sites(NAME), NONE], dtype=np.int32)
     sums = tally.sum_by_group(np.where(mask_topmost_nodes(tally, say), numbers[tally.site_of], NONE), len(numbers))
     called = np.flatnonzero(sums["calls"]).tolist()

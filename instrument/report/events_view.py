@@ -166,8 +166,8 @@ def _is_waiting(site: Site) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CopySum:
-    """The sum of copies that involve a device: of all, of only the asynchronous, or of only the synchronous copies.
-    `ratio` is the share of the Total time of all threads."""
+    """The sum of all, all asynchronous, or all synchronous copies that involve a device. `ratio` is the share of the
+    Total time of all threads."""
 
     label: str
     calls: int
@@ -204,7 +204,7 @@ class Events(View):
         ]
 
     def _times_section(self, rows: Sequence[EventRow], digits: tuple[int, int] = (6, 6)) -> Section:
-        """Return the table of rows. `digits` are the numbers of digits: of totals, and of other exact times."""
+        """Return the table of rows. `digits` has two numbers of digits: for totals, and for other exact times."""
         total, time = digits
         shown = dict.fromkeys(("min_ns", "max_ns", "ave_ns", "self_ns"), time) | {"p50_ns": 4, "p99_ns": 4}
 
@@ -275,8 +275,7 @@ def events(recording: Recording, options: Options) -> Events:
 
 
 def sum_copies_by_synchronicity(tally: Tally, total_ns: int, state: str) -> tuple[CopySum, ...]:
-    """Return the sums of all, of the asynchronous, and of the synchronous copies. Copies within the host are left
-    out."""
+    """Return the sums of copies: all, asynchronous, and synchronous. Copies within the host are left out."""
     by_site = tally.sum_by_site()
     columns = (by_site[name].tolist() for name in ("calls", TIMES[state]))
     copies = [

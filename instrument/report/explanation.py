@@ -48,8 +48,8 @@ from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 
 LEAST_BLOCKS, DEVIATIONS = 8, 4.0
-"""The minimum number of request blocks for an estimate of the usual spread, and the number of standard deviations up to
-which a mean time is usual."""
+"""The minimum number of blocks of requests for an estimate of the usual spread. A mean time is usual up to `DEVIATIONS`
+standard deviations above the median."""
 
 MOSTLY = 0.5
 """The minimum share of the excess for which a cause counts as the explanation."""
@@ -61,7 +61,7 @@ MORE_STEPS = "more steps"
 """The text that replaces a call path if the request had more engine steps than usual."""
 
 NEARLY = 0.75
-"""The minimum share of a slowdown for which a lack of processors or memory counts as its whole cause."""
+"""A lack of processors or memory counts as the whole cause of a slowdown if it explains at least this share."""
 
 NOTABLE = 0.01
 """The minimum share of the excess that a cause needs for a row in the table of causes."""
@@ -85,9 +85,9 @@ class RequestChoice(NamedTuple):
 
     - `request`: the key of the only request
     - `slowest`: the number of slowest requests
-    - `since_ns`, `until_ns`: the time of the trace in which the requests began
+    - `since_ns`, `until_ns`: the interval in which the requests began, in ns after the start of the trace
 
-    With a time but without `slowest`, the mean of all requests is explained.
+    With an interval but without `slowest`, the mean of all requests in the interval is explained.
     """
 
     request: str | None = None
@@ -135,7 +135,8 @@ class Explanation(View):
     """The explanation of one request, or of the mean of all `requests` in a window.
 
     - `doubt`: the reason for the verdict `inconclusive`
-    - `alike`: the number of compared requests, which have similar work if `is_like` is True
+    - `alike`: the number of requests for comparison
+    - `is_like`: True if the compared requests have similar work
     - `rivals`: examined causes that account for nothing
     """
 
@@ -496,8 +497,8 @@ def _compute_excess(claim: CauseShare) -> float:
 
 
 def _make_cause_share(cause: str, path: str, spent_ns: float, usual_ns: float) -> CauseShare:
-    """Return a cause that does not account for any excess yet. If the typical time is negative, both times are raised
-    by the same amount, so that it becomes 0."""
+    """Return a cause that does not account for any excess yet. A negative typical time is raised to 0, and `time_ns` by
+    the same amount."""
     faster_ns = max(-usual_ns, 0.0)
     return CauseShare(cause, path, round(spent_ns + faster_ns), round(usual_ns + faster_ns), 0, None)
 

@@ -1,7 +1,7 @@
 """The headlines of a report: up to three sentences on the largest times, the likely reason, and the view to read next.
 
-They name the largest part of the busiest endpoint's time, the part that makes its p99 slow, and the largest other
-cause. Without requests, the first is about steps.
+They name the largest part of the busiest endpoint's time, the part that makes its p99 slow, and one more large cause,
+such as blocked event loops. Without requests, the first headline is about steps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ENOUGH_FOR_P99 = 100
 """The minimum number of requests that a headline on their p99 is based on."""
 
 SLOWEST = 5
-"""The minimum number of slowest requests whose mean represents the p99."""
+"""The minimum number of slowest requests in the mean for a headline on the p99."""
 
 NOTABLE = 0.2
 """The minimum share of the time for which a part gets a headline."""

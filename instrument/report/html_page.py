@@ -291,8 +291,8 @@ def page_document(
     recording: Recording, options: Options, request: str | None = None, header: str = "", part: int = 1
 ) -> dict[str, Any]:
     """Return the JSON document of a page. `request` is the key or span number of the request that the page shows first.
-    `header` is a text about the files. `part` divides the maximum numbers of spans and device intervals, which makes
-    the page smaller. Raises `TraceError` for an unknown request."""
+    `header` is a text about the files of the recording. `part` divides the maximum numbers of spans and device
+    intervals, which makes the page smaller. Raises `TraceError` for an unknown request."""
     bounded = replace(options, rows=min(options.rows or MOST_TABLE_ROWS, MOST_TABLE_ROWS))
     kept_spans = KeptSpans(recording, options, request, MOST_SPANS // part)
     calls, omitted_calls = _encode_calls(recording, options)

@@ -55,7 +55,7 @@ PEAK_OF: Mapping[str, str] = {
     "torch_allocated": "torch_allocated_peak",
     "torch_reserved": "torch_reserved_peak",
 }
-"""The gauge of the peak for each gauge of used memory, "" if there is none."""
+"""The gauges of used memory, each with the gauge of its peak, or "" without such a gauge."""
 
 NAME_ROOM, THREAD_ROOM = 27, 14
 NAMED_THREADS = 4
@@ -95,8 +95,8 @@ class Peak:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """The sums of one device's allocator. `earlier_bytes` is the freed memory that was allocated before the watched
-    time."""
+    """The sums of one device's allocator. `earlier_bytes` is the freed memory that was allocated before torch.profiler
+    ran."""
 
     device: int
     allocations: int
@@ -112,8 +112,8 @@ class DeviceMemory:
 
 
 class CountedAllocations(NamedTuple):
-    """The sums of all allocations: `uses` by place and thread, and `devices` by device. `outside` counts the
-    allocations outside of the watched time."""
+    """The sums of all allocations: `uses` by span and thread, and `devices` by device. `outside` counts the allocations
+    outside of the time when torch.profiler ran."""
 
     uses: list[PlaceMemory]
     peaks: list[Peak]
@@ -123,8 +123,8 @@ class CountedAllocations(NamedTuple):
 
 
 def count_allocations(recording: Recording, state: str, by_thread: bool, is_wanted: Bools) -> CountedAllocations:
-    """Sum up the allocations of the watched time. Only spans in the mask `is_wanted` count as places. `state` is `CPU`
-    for the host, `GPU` for devices, or `All`."""
+    """Sum up the allocations of the time when torch.profiler ran. They count only for spans in the mask `is_wanted`.
+    `state` is `CPU` for the host, `GPU` for devices, or `All`."""
     facts = recording.trace
     first, last = facts.watched or facts.coverage
     allocations = Allocations.from_objects(facts.allocations)
@@ -217,9 +217,8 @@ class GaugedMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryView(View):
-    """The `memory` view. Allocations were watched from `since_ns` to `until_ns`, in ns after the start of the trace.
-    Both are None if no allocations were watched. Before `places_since_ns`, spans are missing, so places may be
-    unknown."""
+    """The `memory` view. `since_ns` and `until_ns` limit the time when torch.profiler ran, in ns after the start of the
+    trace. Both are None without torch.profiler. Allocations before `places_since_ns` may have unknown spans."""
 
     since_ns: int | None
     until_ns: int | None
@@ -303,9 +302,9 @@ class MemoryView(View):
 
 
 def memory(recording: Recording, options: Options) -> MemoryView:
-    """Return the `memory` view, which covers the time when torch.profiler ran and the readings of all gauges. Places
-    are sorted by the increase of memory. The option `sorted_by` may also be `calls`, or `total` for the allocated
-    bytes. With `threads: apart`, each thread has its own rows. `state` is `CPU` for the host, and `GPU` for devices."""
+    """Return the `memory` view, which covers the time when torch.profiler ran and the readings of all gauges. Rows are
+    sorted by the increase of memory. The option `sorted_by` may also be `calls`, or `total` for the allocated bytes.
+    With `threads: apart`, each thread has its own rows. `state` is `CPU` for the host, and `GPU` for devices."""
     trace, facts = recording.columns, recording.trace
     # Torch takes all memory in one or two operators, for any caller.
     is_wanted = trace.are_of_sites([not is_operator(site) for site in trace.sites])

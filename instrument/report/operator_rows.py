@@ -118,7 +118,7 @@ class CallRow:
 
 @dataclass(frozen=True, slots=True)
 class CallBlock:
-    """The rows of one thread, or of all threads if `thread` is None. Ratios are shares of the two base times."""
+    """The rows of one thread, or of all threads if `thread` is None."""
 
     thread: int | None
     name: str

@@ -224,8 +224,8 @@ NO_ITERATION = "No iteration was recorded: open one with scope(..., kind='step')
 
 @dataclass(frozen=True, slots=True)
 class OrderedOperator:
-    """One operator in the order of execution, counted from 0 by `number`. `total_ns` is the device time of the calls,
-    or else their host time. `mean_ns` is the time per timed iteration."""
+    """An operator at the position `number`, from 0, in the order of execution. `total_ns` is the device time of the
+    calls, or else their host time. `mean_ns` is the time per timed iteration."""
 
     number: int
     name: str
@@ -372,8 +372,7 @@ def _ordered_operators(trace: Columns, calls: CallTable, timed: int) -> Iterator
     below = Members(paths.parent[order], len(paths), order)
 
     def group_by_site(nodes: Int64s) -> list[Int64s]:
-        """Return the nodes of each site. The site with the latest first call comes first, because `pending` is a
-        stack."""
+        """Return the nodes of each site. The site with the latest first call comes first."""
         groups = [nodes[places] for places in Groups(number_by_first_occurrence(key[nodes])[0], len(nodes)).list_rows()]
         return sorted(groups, key=lambda group: -int(paths.first_ns[group].min()))
 

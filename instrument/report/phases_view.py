@@ -111,7 +111,7 @@ def _assign_calls_to_steps(trace: Columns, units: Units, rows: Int64s, stood_sti
 def _divide_unit_time_among_calls(
     units: Units, line: Int64s, starts: Int64s, ends: Int64s, rank: Int64s
 ) -> tuple[Int64s, Unions, Int64s]:  # fmt: skip
-    """Divide the time of units among calls. Simultaneous time belongs to the call with the lowest index."""
+    """Divide the time of units among calls sorted by rank. The first of several open calls gets the time."""
     call, since, until = remove_overlaps(line, starts, ends, np.arange(len(line))[::-1])
     empty = np.flatnonzero(starts == ends)
     if len(empty):

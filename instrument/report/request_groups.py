@@ -1,5 +1,5 @@
-"""Group the requests of a recording by endpoint or by an attribute, read attributes that are numbers, and choose the
-requests with which `explain` compares a request: those of the same endpoint with similar work."""
+"""Group the requests of a recording by endpoint or by an attribute, and read attributes that are numbers. Choose the
+requests with which `explain` compares a request: requests of the same endpoint with similar work."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ MOST_NAMES = 20
 """The maximum number of attributes in the error message on an unknown attribute."""
 
 ROWS_WITH_NAMES = 1_000
-"""The maximum number of requests whose attribute names are searched."""
+"""The maximum number of requests from which attribute names are collected."""
 
 
 def group_attribute_values(values: Sequence[str | None], at_most: int) -> tuple[list[str], Int64s]:

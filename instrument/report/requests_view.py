@@ -137,9 +137,9 @@ class SlowRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes(View):
-    """The `requests` view, by endpoint. Tables have the requests in the window whose spans are all kept. `counted` and
-    `errors` cover all ended requests. `requests_cut` counts the requests that cross an edge of the window.
-    `late_failures` counts the requests that failed after their answer."""
+    """The `requests` view, by endpoint. Tables have only requests that are within the window and have all their spans.
+    `counted` and `errors` cover all ended requests. `requests_cut` counts the requests that cross an edge of the
+    window. `late_failures` counts the requests that failed after their answer."""
 
     coverage: Coverage
     requests: int

@@ -44,7 +44,7 @@ NO_EVENTS = "no events"
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The number of kept spans, and the time without missing spans. Times are in ns after the start of the trace.
+    """The number of kept spans. No span is missing from `since_ns` to `until_ns`, in ns after the start of the trace.
     `complete` is True if no span was overwritten."""
 
     spans: int
@@ -302,7 +302,7 @@ MODULES = {
     **dict.fromkeys(("classes", "ops", "instances"), "self_times"), "user": "operators", "distribution": "overview",
     "neighbours": "batches",
 }  # fmt: skip
-"""The module of each view that is not in a module of its own name."""
+"""The name of a view's module, if it differs from the view's name."""
 
 
 def _import_view(name: str) -> ModuleType:

@@ -1,8 +1,8 @@
-"""The `classes`, `ops` and `instances` views: self times of calls, whose rows add up to 100 % of a top-level call's
-time.
+"""The views `classes`, `ops` and `instances` of self times. The rows of a table add up to 100 % of the time of a
+top-level call.
 
-The views are the Class, Ops and Apply sections of Theano's profile. A self time is host time without the children on
-the same thread and task.
+The views correspond to the Class, Ops and Apply sections of Theano's profile. A self time is host time without the
+children on the same thread and task.
 - `instances`: a row for each call path
 - `ops`: a row for each function, layer or kind of copy
 - `classes`: a row for each type of layer, and for each class whose methods are recorded
@@ -109,9 +109,9 @@ class Remaining:
 
 @dataclass(frozen=True, slots=True)
 class FunctionTimes:
-    """The calls of one function, or of all functions if `name` is "". `outer_ns` is the time of the calls. `inner_ns`
-    is the part in inner spans, None if calls run in parallel. `work_ns` is the self time of work below the function, on
-    any thread. Ratios of rows are shares of `time_ns`."""
+    """The calls of one function, or of all functions if `name` is "". `outer_ns` is the time of the calls, and
+    `inner_ns` the part of this time in inner spans. If calls run in parallel, `inner_ns` is None. `work_ns` is the self
+    time of work below the function, on any thread. Ratios of rows are shares of `time_ns`."""
 
     name: str
     kind: str
@@ -278,8 +278,8 @@ def _site_label(site: Site) -> str:
 
 
 class Group(NamedTuple):
-    """A row of a function's table, which sums up tally lines. `first` is the number of the first line. Waiting time has
-    a row of its own, in which `waiting` equals `lines`."""
+    """The sum of the tally lines of one row in a function's table. `first` is the number of the first line. In a row of
+    waiting time, `waiting` equals `lines`."""
 
     first: int
     lines: int

@@ -95,8 +95,8 @@ class WarmUp:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A part of the time from the session's start to the first request. `ratio` is its share of that time. A part after
-    the first request has no ratio. `total_ns` and `ratio` are None if the part was not watched."""
+    """A part of the time from the session's start to the first request. `ratio` is the share of the part in that time.
+    A part after the first request has no ratio. `total_ns` and `ratio` are None if the part was not recorded."""
 
     name: str
     total_ns: int | None
@@ -105,9 +105,9 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class FirstRequestTimes:
-    """The first request, and the median time of later requests. `after_ns` counts from the start of the process, or of
-    the session if the former is unknown. `first_ns` is None if only calls below the request are known. `why` is one of
-    `FIRSTS`."""
+    """The first request, and the median time of later requests. `after_ns` is the time from the process's start to the
+    request. If that start is unknown, the session's start is used. `first_ns` is None if only calls below the request
+    are known. `why` is a key of `FIRSTS`."""
 
     name: str
     after_ns: int

@@ -152,7 +152,8 @@ def _cut_to_width(text: str, limit: int) -> str:
 
 
 def wrap_text(text: str) -> list[str]:
-    """Return a text as lines of at most `LINE` columns. Continuation lines are indented. A longer word is cut."""
+    """Return a text as lines of at most `LINE` columns. Continuation lines are indented. A word that is longer than a
+    line is cut."""
     words = text.lstrip()
     indent = " " * (len(text) - len(words))
     lines, line = list[str](), indent

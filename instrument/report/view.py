@@ -181,19 +181,20 @@ class Recording:
 
     @cached_property
     def joined(self) -> Joined:
-        """The requests. Spans with the same key, from all processes, belong to one request."""
+        """The requests of all processes. Spans with the same key belong to one request."""
         from instrument.trace.joined import join_requests
 
         return join_requests(self.columns, self.trace.apart_ns, self.topmost_requests)
 
     @cached_property
     def complete_requests(self) -> tuple[Int64s, int]:
-        """The rows of the requests that are entirely within the window, and the number that cross its edges."""
+        """The rows of requests that are entirely within the window, and the number of requests that cross the window's
+        edges."""
         return self.find_requests_within(self.joined.owner)
 
     def find_requests_within(self, owner: Int32s) -> tuple[Int64s, int]:
-        """Return the rows of requests that are entirely within the window, and the number that cross its edges. `owner`
-        has the row of each span's request."""
+        """Return the rows of requests that are entirely within the window, and the number of requests that cross the
+        window's edges. `owner` has the row of each span's request."""
         import numpy as np
 
         trace, (first, last) = self.columns, self.trace.coverage

@@ -194,7 +194,7 @@ def find_unreported_processes(folder: Path) -> list[int]:
 
 
 def read_unsent_count(folder: Path) -> int:
-    """Return the number of ended processes' spans that may be unsent, from a file that the agent writes."""
+    """Return the number of spans of ended processes that may be unsent. The agent writes this number to a file."""
     with suppress(OSError, ValueError):
         return int((folder / UNSENT).read_text())
     return 0
@@ -408,8 +408,8 @@ def _try_lock_file(file: IO[str]) -> bool:
 def spawn_agent(
     interpreter: str, listener: socket.socket, run: str, first: int, *, says: bool = False, is_apart: bool = False
 ) -> int:
-    """Start an agent on a listening socket, and return the id of the started process. With `is_apart`, the agent
-    becomes an orphan. With `says`, it keeps this process's standard error. No fork hooks run. Raises `OSError`."""
+    """Start an agent on a listening socket, and return the agent's process id. With `is_apart`, the agent becomes an
+    orphan. With `says`, the agent keeps the standard error of this process. No fork hooks run. Raises `OSError`."""
     settings = {"run": run, "first": first, "path": [*filter(None, sys.path)], "says": says, "is_apart": is_apart}
     words = [interpreter, "-I", "-S", str(AGENT_SCRIPT), json.dumps(settings)]
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("INSTRUMENT", "PYTHON"))}

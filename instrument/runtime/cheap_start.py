@@ -199,7 +199,7 @@ def fields_of(thing: Any) -> list[tuple[str, Field[Any]]]:
 
 
 class _LateFields:
-    """A class attribute that replaces itself with the fields of `dataclasses` when it is first read."""
+    """A placeholder for an attribute such as `__dataclass_fields__`. The first access computes the attribute."""
 
     def __init__(self, cls: Any, name: str, frozen: bool, kw_only: bool) -> None:
         self._cls, self._name = cls, name

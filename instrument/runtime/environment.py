@@ -44,8 +44,8 @@ def initial_environment() -> dict[str, str]:
 
 
 def user_settings(environ: Mapping[str, str] = os.environ) -> Mapping[str, str]:
-    """Return the environment variables that count as the user's settings. `PROTOCOL` is left out if OpenTelemetry's
-    distribution has set it for its own exporters."""
+    """Return the environment variables that count as the user's settings. `PROTOCOL` does not count if OpenTelemetry's
+    distribution has set it."""
     if "opentelemetry.distro" not in sys.modules or PROTOCOL not in environ or PROTOCOL in initial_environment():
         return environ
     return {name: value for name, value in environ.items() if name != PROTOCOL}
@@ -164,8 +164,8 @@ def _read_cgroup_limits(names: Mapping[str, list[str]], pid: int | None = None) 
 
 
 def control_groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
-    """Yield the folders of a process's control groups and of their ancestors, each with its controller, "" in version
-    2."""
+    """Yield the controller and the folder of each control group of a process, and of the groups above. In version 2 of
+    control groups, the controller is ""."""
     try:
         lines = (PROC / (str(pid) if pid else "self") / "cgroup").read_text("utf-8").splitlines()
     except (OSError, ValueError):
@@ -204,9 +204,9 @@ class Connections(NamedTuple):
 def list_connections(
     process: Path, listened: frozenset[int] = frozenset(), table: Iterable[TcpRow] | None = None, start_ticks: int = 0
 ) -> Connections:
-    """Return the TCP connections of a process, whose folder in `/proc` is `process`. `listened` are ports at which it
-    listened earlier. For an ended process, `table` has the sockets of its network, and `start_ticks` is its start time
-    in clock ticks."""
+    """Return the TCP connections of a process. `process` is the process's folder in `/proc`. `listened` are ports at
+    which the process listened earlier. If the process has ended, `table` has the sockets of the process's network, and
+    `start_ticks` is the process's start time in clock ticks."""
     least_left = _compute_time_wait(start_ticks or clock.read_process_start_ticks(process / "stat"))
     inodes = list_socket_inodes(process)
     rows = list(read_tcp_rows(process) if table is None else table)

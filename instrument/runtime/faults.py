@@ -20,8 +20,8 @@ MOST_KINDS, OTHER_KINDS = 20, "others"
 
 
 class Faults:
-    """A thread-safe counter of faults in our own code, by place. It logs the first fault of each place. Under pytest it
-    raises the fault again."""
+    """A thread-safe counter of faults in our own code, by place. A place is a short text such as "import hook". The
+    first fault of each place is logged. Under pytest, each fault is raised again."""
 
     def __init__(self) -> None:
         self._lock = RLock()  # a finaliser may come in while its thread holds it
@@ -29,7 +29,7 @@ class Faults:
         self._of_rules: dict[str, tuple[str, Counter[str]]] = {}
 
     def __reduce__(self) -> str:
-        """Pickle the counter by its global name, because functions that are pickled by value refer to the counter."""
+        """Pickle the counter by its global name. Functions that are pickled by value refer to the counter."""
         return "FAULTS"
 
     def note(self, place: str, fault: BaseException) -> None:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 Undo = Callable[[], None]
 
 STACK_WORDS = 40_000
-"""The stack size in words that a loader's frame declares, so that CPython maps 512 KiB at once for a whole import.
+"""The stack size that a loader's frame declares, in words. Because of this size, CPython maps 512 KiB at once for a
+whole import.
 
 Otherwise the import of pydantic maps and unmaps 16 KiB 1,200 times.
 """
@@ -143,9 +144,9 @@ def install_import_hook(
 ) -> Undo:
     """Install an import hook. Return the function that removes it.
 
-    If `wants(name)` is True for a module, `begins(name)` is called before its import, and `imported(module)` after it.
-    Both run on the importing thread, under the module's import lock. `asked_for_code()` is called when `runpy` is about
-    to run such a module. Imports pause the trace function of `watch`.
+    For each module with a true `wants(name)`, `begins(name)` is called before the import, and `imported(module)` after
+    the import. Both run on the importing thread, under the module's import lock. `asked_for_code()` is called before
+    `runpy` runs such a module. The trace function of `watch` is removed during imports.
     """
     finder = Finder(wants, imported, asked_for_code, begins, watch)
     sys.meta_path.insert(0, finder)

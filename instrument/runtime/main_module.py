@@ -93,8 +93,8 @@ def find_spawned_namespace() -> MainNames | None:
 
 
 class Plan(NamedTuple):
-    """The lines at which new names of a module are reported: before each line in `stops`. `last` is the last line of
-    the last definition."""
+    """The lines of a module before which new names are reported (`stops`), and the last line of the last definition
+    (`last`)."""
 
     stops: frozenset[int]
     last: int
@@ -207,7 +207,7 @@ class Watch:
             self._listen_for_body()
 
     def await_body(self) -> None:
-        """Prepare to watch the body that `runpy` runs next on this thread. The body may be the main module's."""
+        """Prepare to watch the module body that `runpy` runs next on this thread."""
         self._is_next = True
         self._listen_for_body()
 
@@ -243,8 +243,8 @@ class Watch:
         return module is not None and any(map(self._wants, list_names_of_module(module)))
 
     def is_body_to_watch(self, code: CodeType, names: dict[str, Any]) -> bool:
-        """Return True if `code`, which begins to run, is the main module's body. End the watch if its source is not
-        readable."""
+        """Return True if `code`, which is about to run, is the main module's body. If the body's source is not
+        readable, return False and end the watch."""
         if self._names:
             return False  # it has been found
         if self._is_main(code, names):

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 RESETTABLE_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 """The signals that get our handler when the service replaces its own handler by the default.
 
-Without an earlier handler of the service, the default remains set, because it ends a program even while the main thread
-runs C code. A handler in Python cannot do this.
+If the service had no handler, the default remains. Unlike a handler in Python, the default ends a program even while
+the main thread runs C code.
 """
 
 
@@ -38,8 +38,8 @@ class Termination:
         """The address of CPython's function that the system calls for every handler in Python."""
 
     def install(self) -> Callable[[], None]:
-        """Handle SIGTERM while the service has no handler of its own. Return the function that undoes this. Call it on
-        the main thread."""
+        """Handle SIGTERM while the service has no handler of its own. Return the function that undoes this. Call
+        `install` on the main thread."""
         if not _is_main_thread():
             return lambda: None
         bare_set, bare_get = self._set, self._get
@@ -98,8 +98,8 @@ class Termination:
 
 
 def call_before_exit(action: Callable[[int], object]) -> Callable[[], None]:
-    """Make `os._exit`, by which forked workers exit, first call `action` with the exit code. Return the function that
-    undoes this. The action must not wait."""
+    """Make `os._exit` call `action` with the exit code before the process exits. Forked workers exit by `os._exit`.
+    Return the function that undoes this. The action must not wait."""
     bare_exit = os._exit
 
     @functools.wraps(bare_exit)

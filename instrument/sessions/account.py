@@ -32,7 +32,7 @@ else:
 MOST_COMPLAINTS = 20
 
 MOST_UNCALLED = 500
-"""The maximum number of uncalled targets that the run's report names. With more, it names none."""
+"""The maximum number of uncalled targets that the run's report names. If there are more, the report names none."""
 
 SUB_INTERPRETER_MODULES = {"_interpreters", "_xxsubinterpreters"}
 """The modules that a program imports to make sub-interpreters, in which nothing is recorded."""
@@ -44,9 +44,9 @@ _UNSENT = ("failed", "rejected", "dropped")
 class SessionDiagnostics:
     """The losses, costs and notes of a session, collected from its components.
 
-    `timing` is None if no device is timed, and `exporter` is None if no spans are sent. With `has_waiting_notes`, rules
-    without a target get notes. `refused` has the reasons why the last reload, or some of its settings, had no effect.
-    `thread_ns` is the processor time of the session's thread.
+    `timing` is None if no device is timed, and `exporter` is None if no spans are sent. If `has_waiting_notes` is True,
+    `notes` includes rules without a target. `refused` has the reasons why the last reload refused a profile or
+    settings. `thread_ns` is the processor time of the session's thread.
     """
 
     recorder: Recorder
@@ -102,8 +102,8 @@ class SessionDiagnostics:
         return (probes_ns + self.measure_event_cost_ns()) / counted if counted else 0.0
 
     def compute_cost_of_window(self, calls: Mapping[Site, int], timed: int, window_ns: int, session_ns: int) -> Cost:
-        """Return the instrumentation's cost in a window. `calls` are the calls by site, of which `timed` have device
-        times. The processor time of our threads is spread evenly over `session_ns`."""
+        """Return the instrumentation's cost in a window. `calls` has the number of calls by site. `timed` is the number
+        of calls with device times. The processor time of our threads is spread evenly over `session_ns`."""
         spans = sum(calls.values())
         probes_ns = self.costs.sum_cost_ns(calls) + (timed * self.timing.pair_cost_ns if timed and self.timing else 0.0)
         mean_ns = probes_ns / spans if spans else 0.0

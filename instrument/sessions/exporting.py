@@ -184,8 +184,8 @@ class Exporting:
         self.handover.left |= losses_by_name({"unread": ended.fates.get("unread", 0)})
 
     def _read_own_recording(self, read: Callable[[ExportLoop, RecordingExport], bool]) -> bool:
-        """Call `read`, which reads new rows of this process, and return its result. Return True if there is no
-        recording to read, or after an error. An error ends the export."""
+        """Call `read`, which reads new rows of this process, and return the result of `read`. Without a recording,
+        return True. An error ends the export, and the result is True."""
         loop, sender = self.loop, self._read_by
         if loop is None or sender is None or RECORDER.memory_fd < 0:
             return True

@@ -134,9 +134,9 @@ class Destination:
         return Path(name) if self.folder == environment.working_folder() else self.folder / name
 
     def remove_oldest_files(self, templates: Iterable[str], keep: Collection[Path], disk_bytes: int) -> int:
-        """Remove old files until those of `templates` fit into `disk_bytes`. Return the number of removed files. Files
-        in `keep` remain. Unfinished files of ended processes go first, and the newest file of each running process goes
-        last."""
+        """Remove old files of `templates` until the others fit into `disk_bytes`. Return the number of removed files.
+        Files in `keep` remain. Unfinished files of ended processes are removed first, and the newest file of each
+        running process last."""
         free_bytes = disk_bytes
         rank_by_name: dict[str, tuple[bool, int, int]] = {}
         folders = {path.parent for path in keep}
@@ -264,8 +264,8 @@ class Saving:
             FAULTS.attempt("room for the summary", self._remove_oldest_files)
 
     def import_file_writers(self) -> None:
-        """Import the modules that write windows now. If a thread imported them later, a fork could leave the child a
-        half-done import."""
+        """Import the modules that `write_window` needs. If a thread imported these modules later, a fork could leave
+        the child a half-done import."""
         if asks_for_files(self._session.profile.export) and self._session.profile.schedule is not None:
             with count_library_threads():
                 from instrument.chrome import writing  # noqa: F401

@@ -55,9 +55,9 @@ _FILE = "{service}-{pid}-{window}.json.gz"
 
 @dataclass(eq=False, kw_only=True)
 class Window:
-    """A window of a loop, from `first_step` to `last_step` inclusive. Handlers of `on_trace_ready` get it. `index`
-    counts the windows of a `Profiler` from 0. A `partial` window was ended by `Profiler.stop` within its last step.
-    `recorded` has the rows of the window, and `steps` the steps that become spans."""
+    """A window of a loop, from `first_step` to `last_step` inclusive. It is the argument of `on_trace_ready` handlers.
+    `index` counts the windows of a `Profiler` from 0. `partial` is True if `Profiler.stop` ended the window within its
+    last step. `recorded` has the rows of the window. `steps` has the steps that become spans."""
 
     session: Session
     recorded: Stretch
@@ -80,7 +80,7 @@ class Window:
     @property
     def trace(self) -> Trace:
         """The trace of the window. The first access makes it, in some 2 us per span and 15 us per operator of torch. If
-        torch.profiler ran in the window, the trace also has its operators as spans, its kernels, allocations and
+        torch.profiler ran in the window, the trace also has torch's operators (as spans), kernels, allocations and
         floating-point operations."""
         if self._trace is None:  # two threads may make it, and neither waits for the other
             trace, torch_record = self._recorded_trace(), self.torch_record
@@ -159,7 +159,7 @@ Handler = Callable[[Window], object]
 
 
 class InBackground:
-    """A handler that a `Profiler` runs on a thread of its own and not within `step`. Direct calls run at once."""
+    """A handler that a `Profiler` runs on a separate thread. Direct calls run at once."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
@@ -176,8 +176,8 @@ def export_chrome(folder: str | os.PathLike[str]) -> Handler:
 
 
 def make_chrome_handler(folder: str | os.PathLike[str], worker: str | None = None) -> Handler:
-    """Return a handler like `export_chrome`'s, but it runs within `step`. `worker` replaces the service in file
-    names."""
+    """Return a handler that writes each window to a Chrome trace in `folder`. It runs within `step`. `worker` replaces
+    the service in file names."""
     into = environment.working_folder() / folder
 
     def write_window(window: Window) -> None:
@@ -205,8 +205,8 @@ def print_summary(
     *, views: Sequence[str] = ("events",), to: str | os.PathLike[str] = "stdout", **options: Any
 ) -> Handler:
     """Return a handler for `on_trace_ready` that prints the summary of each window. `to` is `stdout`, `stderr`, or a
-    file, which is appended to and which only its owner can read. `views` and the other options are those of
-    `Window.summary`. Raises `ValueError` at once for an unknown view or value."""
+    file. Summaries are appended to the file. Only its owner can read a new file. `views` and the other options are
+    those of `Window.summary`. Raises `ValueError` at once for an unknown view or value."""
     refuse_unknown_views(views)
     Options.from_mapping({name: value for name, value in options.items() if name != "torch_trace"})
 
@@ -238,7 +238,7 @@ def export_otlp(endpoint: str | None = None, *, headers: Mapping[str, str] | Non
 
     Every span is sent once. A span that is open at a window's edge is sent with its first window, clipped and marked.
     If the session already exports to the same endpoint with the same headers, the session sends the window, without
-    steps. In that case, an open span is sent only if it is a request, after the request has ended.
+    steps. Open requests are then sent after they have ended, and other open spans are not sent.
 
     After a failure the rest of the window is not sent. The spans count in the session's losses, and the window counts
     in `Profiler.failures`. Raises `ProfileError` for an invalid endpoint or headers.

@@ -32,8 +32,8 @@ from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
 
 AGENT_SEND_S = 1.0
-"""Seconds for which an ending process that prints a summary waits for the agent to send the process's spans. The run's
-first process waits until its deadline."""
+"""The maximum seconds for which an ending process waits for the agent to send the process's spans. The run's first
+process waits until its deadline."""
 
 STALLED_AGENT_S = 1.0
 """Seconds for which an ending process waits for an agent that reads no new rows, such as a stopped one."""
@@ -45,7 +45,8 @@ EXIT_LIMIT_NS = 5 * 10**9
 """The maximum time in ns for the end of a session, without the time to write files."""
 
 SENDING_S, REPORT_S, SUMMARY_S = 2.5, 1.5, 0.5
-"""Seconds before the end of `EXIT_LIMIT_NS` at which sending, the run's report and the summary begin at the latest."""
+"""The minimum seconds that remain of `EXIT_LIMIT_NS` when sending begins, when the run's report begins, and when the
+summary begins."""
 
 UNHEARD = "agent: the agent of the run does not answer: each process of the run reports on itself alone"
 UNTOLD = "agent: it is not known how process %s ended, or whether there is a capture: the agent of the run had ended"

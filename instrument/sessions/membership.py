@@ -36,8 +36,8 @@ NOBODY = "nobody listens there"
 
 
 class Membership:
-    """The connection of this process to the agent's socket, which `INSTRUMENT_AGENT` names. Without that variable, the
-    methods do nothing. Only `fetch_metrics` raises.
+    """The connection of this process to the agent's socket. The variable `INSTRUMENT_AGENT` has the socket's path.
+    Without the variable, the methods do nothing. No method raises, except `fetch_metrics`.
 
     `facts()` returns what `join` sends to the agent. `while_no_fork(function)` calls a function while no fork can
     happen.
@@ -174,14 +174,14 @@ class Membership:
     def leave(
         self, facts: Mapping[str, Any], save: Callable[[str], object] | None, deadline: Deadline
     ) -> Mapping[str, Any]:
-        """Send the goodbye to the agent, and return the agent's answer on who prints the run's report. The agent
-        answers only if `save` is given. `save(path)` writes this process's recording for that report. Keys of the
-        answer:
+        """Send the goodbye to the agent, and return the agent's answer. The agent answers only if `save` is given.
+        `save(path)` writes this process's recording for the run's report. Keys of the answer:
 
-        - `others`: a running process will print the report.
-        - `report`: the caller must print this text. `late`: the report was not ready in time.
-        - `unheard`: the agent is slow or has ended. Then `unreported` has the ids of processes, and `unsent` counts
-          spans.
+        - `others`: a running process will print the run's report.
+        - `report`: the caller must print this text.
+        - `late`: the report was not ready in time.
+        - `unheard`: the agent is slow or has ended. If it has ended, `unreported` has the ids of ended processes that
+          no agent has reported, and `unsent` counts spans.
         - `unseen`: a note on processes that record nothing.
         """
         if not self.path:

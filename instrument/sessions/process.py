@@ -114,7 +114,7 @@ def start(profile: Profile | str | os.PathLike[str] | None = None) -> Session | 
 
 def _begin_run(profile: Profile) -> Callable[[], object]:
     """Begin a run of this process and its children, if the profile's exports need an agent. Return a function that ends
-    the run for new children."""
+    the run, so that later children do not join it."""
     export = profile.export
     is_asked = bool(export.otlp or export.prometheus or export.parquet or profile.capture.to)
     is_free = not {agent_socket.VARIABLE, RUN_VARIABLE} & os.environ.keys()
@@ -170,7 +170,7 @@ def summary(**options: Any) -> str:
     - `torch_trace`: a trace file of `torch.profiler` from the same time, for kernels, allocations and FLOPs
     - `tracer_option`: Default, OpDetail or AllOpDetail; `state`: CPU, GPU or All
     - `sorted_by`: default, calls, total, max, min or ave; the last four also with the prefix cpu_ or gpu_
-    - `rows`: the maximum number of rows of each table, None for all
+    - `rows`: the maximum number of rows of each table; if it is None, `most` applies, and None there means all
     - `least_ns`: the minimum time of a row in ns
     - `threads`: merged, apart or both; `unit`: s, ms, us or ns, for times
     - `corrected`: subtracts the cost of the probes below a span from self times; `skip_first`: the number of first
@@ -219,10 +219,10 @@ def flush(timeout_s: float = 5.0) -> Delivery | None:
 def prometheus(*, openmetrics: bool = False) -> str:
     """Return the metrics of the run in Prometheus's text format (0.0.4), with which a service can answer scrapes.
 
-    With `openmetrics` the format is OpenMetrics (1.0.0), for scrapes that accept it. Its buckets of requests have
-    exemplars with `trace_id` and `span_id`, if OTLP exports the traces.
+    With `openmetrics` the format is OpenMetrics (1.0.0), for scrapes that accept it. The buckets of request histograms
+    then have exemplars with `trace_id` and `span_id`, if OTLP exports the traces.
 
-    The metrics are the same that a collector gets by OTLP: requests by endpoint and status, calls of the rules with
+    The metrics are those that a collector gets by OTLP: requests by endpoint and status, calls of the rules with
     `metrics`, gauges, losses and cost. Queue times and batch sizes of requests with keys appear some seconds after the
     requests end.
 
@@ -232,7 +232,7 @@ def prometheus(*, openmetrics: bool = False) -> str:
     Processes that ended before the first scrape count only if the profile has `export: {prometheus: }`. The agent then
     also answers scrapes itself.
 
-    Takes some milliseconds, the first call of a run up to a second. Raises `StateError` if no session runs, and
+    A call takes some milliseconds, the first call of a run up to a second. Raises `StateError` if no session runs, and
     `ExportError` if `prometheus_client` is not installed.
     """
     if OFF:
@@ -254,9 +254,9 @@ def disable() -> None:
 
 
 def check(profile: Profile, modules: Sequence[str] = ()) -> tuple[list[Verdict], list[str]]:
-    """Check a profile without recording: import the given modules, the modules of its rules and their frameworks, and
-    attach the rules. Return the verdict on each rule, and a sentence per module that failed to import. Every change is
-    undone. Raises `StateError` while a session runs."""
+    """Check a profile without recording. Import the given modules, the modules of the profile's rules, and the
+    frameworks that the rules need. Attach the rules. Return the verdict on each rule, and a sentence per module that
+    failed to import. Every change is undone. Raises `StateError` while a session runs."""
     global _checking
     with _session_lock:
         if _session is not None:
@@ -344,7 +344,7 @@ def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
 
 
 _resending: dict[int, int] = {}
-"""The id of this process by signal, if the process is sending the signal to itself again, otherwise 0."""
+"""The id of the process that is sending a signal to itself again, by signal. 0 means that no process does."""
 
 
 def _is_in_own_code(frame: FrameType | None) -> bool:
@@ -378,8 +378,8 @@ _forking = local()
 
 
 def _before_fork() -> None:
-    """Wait for a reload on another thread. Make the run's board if it has none: shared memory in which processes mark
-    the rules that they use."""
+    """Wait for a reload on another thread. Make the run's board if the run has none. A board is shared memory in which
+    processes mark the rules that they use."""
     session = _session
     if session is not None and not os.environ.get(board.VARIABLE):
         session.leaving.undos.append(board.make_board())

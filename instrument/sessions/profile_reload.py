@@ -67,9 +67,9 @@ FIXED_SETTINGS = {
 class Reload:
     """The result of a reload of a running session's profile.
 
-    `attached` and `undone` name the new and removed targets of function rules, and the new and removed rules for layers
-    and copies. `refused` has a sentence per setting that could not be changed. `generation` is the number of the
-    profile in this session, from 1. `digest` identifies the current profile.
+    `attached` has the names of new targets of function rules, and of new rules for layers and copies. `undone` has the
+    names of removed targets and rules. `refused` has a sentence per setting that could not be changed. `generation` is
+    the number of the profile in this session, from 1. `digest` identifies the current profile.
     """
 
     generation: int
@@ -168,9 +168,9 @@ class Generations:
     """The successive profiles of a session. A call, a request of the agent, or a changed file replaces the current
     profile.
 
-    `enter(profile)` applies the settings of a profile whose rules are attached. `refine(profile)` does so for the
-    current profile with added rules. `has_ended()` returns True once the session has stopped. After a change, call
-    `settle()` until it returns False.
+    `enter(profile)` applies the settings of a profile whose rules are attached. `refine(profile)` applies the settings
+    of the current profile after rules were added. `has_ended()` returns True once the session has stopped. After a
+    change, call `settle()` until it returns False.
     """
 
     def __init__(
@@ -321,7 +321,8 @@ AGENT_RETRY_S = 1.0
 
 class ControlThread:
     """A thread that handles the agent's messages and changes of the profile's file. `end_of_main_thread()` returns a
-    function to call after the main thread has ended, or None if the process does not end with that thread."""
+    function to call after the main thread has ended. It returns None if the process does not end with the main
+    thread."""
 
     def __init__(
         self,

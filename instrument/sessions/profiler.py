@@ -208,8 +208,8 @@ class Profiler:
         self._samples += [Sample(name, HOST, now_ns, value) for name, value in values.items()]
 
     def _find_state(self, schedule: States, step: int) -> State:
-        """Return the state that the user's schedule gives a step. Raises the error of step 0. After a later error, the
-        step is CLOSED."""
+        """Return the state of a step in the user's schedule. An error at step 0 is raised. A later error makes the step
+        CLOSED."""
         try:
             value = schedule(step)
             problem: Exception = ProfileError(

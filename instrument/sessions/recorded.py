@@ -421,7 +421,7 @@ def _read_totals(merged: bool) -> Tally:
 
 
 def _find_caller_in_environment() -> str:
-    """Return the remote parent span that the environment variable `TRACEPARENT` names, or an empty text."""
+    """Return the caller's span from the environment variables, encoded as text. Return "" if there is none."""
     if not {"TRACEPARENT", "OTEL_PROPAGATORS"} & os.environ.keys():
         return ""
     from instrument.instrumentors.requests.propagation import read_caller_from_environment
@@ -433,7 +433,7 @@ def choose_first_request(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tu
     """Return the first request that did work, and the reason for the choice.
 
     The earliest call of a site in `sites` is chosen, if any. Otherwise, requests with a recorded call below them are
-    preferred. Health probes do no work. Returns None if the result would be the very first request.
+    preferred. Health probes are left out. If the chosen request began before all others, the result is None.
     """
     calls = {node: FirstCall(tree.site(node), *first) for node, first in firsts.items()}
     named_call = _earliest_call(call for call in calls.values() if call.site in sites)

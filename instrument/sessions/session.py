@@ -283,9 +283,11 @@ class Session:
         `profile` is a path or a `Profile`. None reads the current file again.
 
         New rules are attached, also to modules that are already imported. Rules that are missing in the new profile are
-        detached. Rules in both profiles continue with the same totals. The settings in `profile_reload.FIXED_SETTINGS`
-        do not change. The result names those that differ in the new profile. The change takes about ten milliseconds.
-        The service continues meanwhile.
+        detached. Rules in both profiles continue with the same totals. The change takes about ten milliseconds, and the
+        service continues meanwhile.
+
+        The settings in `profile_reload.FIXED_SETTINGS` do not change. If the new profile has other values for them,
+        `Reload.refused` lists these settings.
 
         Raises `ProfileError` for an invalid profile, and `StateError` for a session that has ended or has no file. The
         current profile then remains in use.
@@ -311,7 +313,7 @@ class Session:
             self.threads.start_reader_thread()
 
     def _add_rules(self, profile: Profile) -> None:
-        """Replace the current profile by the same one with added rules. The generation number stays the same."""
+        """Replace the current profile by a copy with more rules. The generation number stays the same."""
         with self.exporting.lock.acquire_within():
             self.recorded.profile = profile
             self._facts.publish()
@@ -319,8 +321,8 @@ class Session:
     def after_fork_in_child(self, whole: bool, by_main_thread: bool) -> None:
         """Record in the child, with its own rings, ids, threads and files.
 
-        `whole` is False if the fork interrupted a reload. After a fork by another thread than the main thread, the
-        child may end with that thread. Our threads must not prevent this.
+        `whole` is False if the fork interrupted a reload. If the main thread did not fork, the child may end with the
+        thread that did. Our threads must not prevent this.
         """
         self._is_of_thread = self._is_of_thread or not by_main_thread
         self._forked = True

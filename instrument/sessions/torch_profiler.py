@@ -222,8 +222,9 @@ _operator_ns: dict[tuple[bool, bool], float] = {}
 class TorchOptions:
     """The options of torch.profiler for a loop.
 
-    If `is_wanted` is None, torch.profiler runs only if the loop began the session without a profile. `record_shapes`
-    adds floating-point operations. `profile_memory` adds allocations, and limits the record to the thread of the loop.
+    If `is_wanted` is None, torch.profiler runs only if the session uses the default profile of `Profiler`.
+    `record_shapes` adds floating-point operations. `profile_memory` adds allocations, and limits the record to the
+    thread of the loop.
 
     torch.profiler stops after `limit_s` seconds of a window. The default is `WINDOW_LIMIT_S` with a schedule, and
     `OPEN_WINDOW_LIMIT_S` without one.
@@ -452,7 +453,7 @@ class TorchProfiler:
 
 
 class TorchRecord:
-    """The trace that torch.profiler made of one window, and the time that this took.
+    """The trace that torch.profiler made of one window, and the times to start and stop torch.profiler.
 
     `cut` is the reason why torch.profiler stopped before the end of the window.
     """

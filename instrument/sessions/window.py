@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from instrument.trace.of_recording import RowSnapshot
 
 STEP = Site("step", "step", "instrument", "Profiler.step")
-"""The site of all step spans. Their attributes are `step`, the step's number, and `samples`, the count of samples."""
+"""The site of all step spans. The attribute `step` is the number of the step, and `samples` is the number of
+samples."""
 
 MOST_STEPS = 100_000
 """The maximum number of steps kept in memory. Older steps are dropped."""
@@ -106,11 +107,11 @@ def schedule(
 
 
 class Windows:
-    """A counter of steps that begins and ends windows by a schedule. Without a schedule, all steps are one window.
+    """Counts steps, and begins and ends windows by a schedule. Without a schedule, all steps are one window.
 
     Without `start_ns`, the first window begins with a call of `begin_window`. `steps` is the number of the current
-    step, and `state` its state. `count` is the number of ended windows. `first_step` is the first step of the newest
-    window.
+    step, and `state` is the step's `State`. `count` is the number of ended windows. `first_step` is the first step of
+    the newest window.
     """
 
     def __init__(self, schedule: Schedule | States | None, start_ns: int | None = None, count: int = 0) -> None:
@@ -170,7 +171,7 @@ WINDOWS_THREAD = "instrument-windows"
 
 
 class Stretch(NamedTuple):
-    """A copy of the rows of an interval, from which a trace can be made later. `threads` has the names of threads."""
+    """A copy of an interval's rows, to make a trace later. `threads` has the names of threads."""
 
     snapshot: RowSnapshot
     threads: Mapping[int, str]
@@ -181,7 +182,7 @@ class Stretch(NamedTuple):
 
     @property
     def held_from_ns(self) -> int:
-        """The time from which on no span of the interval is missing. It is 0 if no span is missing at all."""
+        """The time after which no span of the interval is missing. It is 0 if no span is missing at all."""
         return self.snapshot.find_complete_from(self.start_ns, self.end_ns)
 
     def has_span_since(self, at_ns: int) -> bool:
@@ -192,8 +193,8 @@ class WindowReader:
     """Counts steps in the recorded rows, to end windows by the profile's schedule. Only one thread may use it at a
     time.
 
-    A step is a request, or a call of the function that the schedule names. `cut` is a queue of ended windows, each with
-    the process's identity at its end.
+    A step is a request, or a call of the function that the schedule names. `cut` is a queue of ended windows. Each has
+    the process's identity at the end of the window.
     """
 
     def __init__(self, recorder: Recorder, selection: Selection, make_origin: Callable[[], Origin]) -> None:

@@ -224,7 +224,7 @@ MOST_PAIRS = 40_000
 """The maximum number of batch members in a simulation. Later requests are left out."""
 
 TOLERANCE = 0.1
-"""The maximum relative error of the mean queue time in a sound simulation."""
+"""The maximum relative error of the simulated mean queue time. Above it, a simulation is not used."""
 
 
 @dataclass(frozen=True)

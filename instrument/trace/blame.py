@@ -52,7 +52,8 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """The part of a slow request that exceeds the part's typical time the most, and the cause, if known."""
+    """The part of a slow request with the largest excess over the part's typical time. `cause` is None if it is
+    unknown."""
 
     part: str
     part_ns: int
@@ -167,8 +168,8 @@ def _find_longest_cause(trace: Columns, joined: Joined, place: int, times: Union
 
 
 def find_blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
-    """Return the row of the span that blocked each event loop, or the row of the blocked loop if that span is
-    unknown."""
+    """Return, for each blocked event loop, the row of the span that blocked it. For an unknown span, return the loop's
+    row in `blocked_rows`."""
     names = [str(name or "") for name in trace.attributes.values(BLOCKED_BY, blocked_rows)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(filter(None, names)))}
     of_site = np.array([numbers.get(site.name, NONE) for site in trace.sites] or [NONE], dtype=np.int64)
@@ -243,7 +244,7 @@ UNEVEN = 1.2
 """The ratio of padded to real weight above which a step is uneven."""
 
 PADS = 0.7
-"""The maximum error of a fit with padding, relative to the fit without it, if an engine pads its batches."""
+"""The ratio of two fits' errors, with padding and without, below which an engine is assumed to pad its batches."""
 
 HEAVY = 4.0
 """The multiple of the median weight above which a member of a step is heavy."""

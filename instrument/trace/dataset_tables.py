@@ -148,8 +148,8 @@ class SpanKeys(NamedTuple):
 
 
 class DatasetProcess(NamedTuple):
-    """A process of a dataset. `numbers` converts a merged trace's numbers to the process's own numbers. `ids` makes the
-    ids of the process's spans, by default `ConsecutiveIds`."""
+    """A process of a dataset. `numbers` converts thread and device numbers of a merged trace to those of the process.
+    `ids` makes the ids of the process's spans, by default `ConsecutiveIds`."""
 
     facts: Trace
     offset_ns: int
@@ -208,8 +208,8 @@ class TraceRows:
     """Makes the tables of a dataset from the rows of a trace. `process` is the index of each row's process in
     `members`.
 
-    `base_ns` converts the times of each process to ns since 1970. `thread_id` and `device` are the process's own
-    numbers, by row and by device interval.
+    `base_ns` converts the times of each process to ns since 1970. `thread_id` has the process's own thread number for
+    each row. `device` has the process's own device number for each device interval.
     """
 
     def __init__(

@@ -71,8 +71,7 @@ class Unions(NamedTuple):
         return self._lengths_until(groups, ends) - self._lengths_until(groups, starts)
 
     def _lengths_until(self, groups: NDArray[Any], times: NDArray[Any]) -> Int64s:
-        """Return the total length of intervals before each time, in its group and in all lower groups. The lower groups
-        cancel out in differences."""
+        """Return the total length of intervals before each time, in its group and in all lower groups."""
         before = np.concatenate([[0], np.cumsum(self.ends - self.starts)])
         starts, times_on_axis = shift_to_one_axis((self.groups, self.starts), (groups, times))
         index = np.searchsorted(starts, times_on_axis, side="right")
@@ -83,7 +82,8 @@ class Unions(NamedTuple):
     def overlapping_ranges(
         self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
-        """Return the first and the end index of the intervals that overlap each given interval."""
+        """Return the range of intervals that overlap each given interval: the first index, and the index after the
+        last."""
         own_starts, own_ends, starts, ends = shift_to_one_axis(
             (self.groups, self.starts), (self.groups, self.ends), (groups, starts), (groups, ends)
         )

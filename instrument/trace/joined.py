@@ -1,10 +1,10 @@
 """Joins each span to the request that it serves, by keys, across threads, tasks and processes.
 
-A rule reads a key, such as a request id, from a call. A request has the keys of all spans in its tree. A span with such
-a key in another tree also serves that request, as do the spans below it. A batch may serve several requests.
+A rule reads a key, such as a request id, from a call. A request has the keys of all spans in its tree. If another tree
+has a span with such a key, this span and all spans below it also serve the request. A batch may serve several requests.
 
-If several requests have the same key, a span with the key serves the request that began last before the span. But a
-request within the time of another request with the same key is a part of the other request.
+If several requests have the same key, a span with the key serves the request that began last before the span. If two
+requests have the same key and one runs within the other's time, the inner request is a part of the outer one.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ class _Bound:
 
 
 def _outermost_request(parts: Mapping[int, int], request: int) -> int:
-    """Return the outermost request that contains a request. `parts` may have cycles, because keys may disagree."""
+    """Return the outermost request that contains a request. `parts` may have cycles."""
     path = {request}
     while (above := parts.get(request)) is not None and above not in path:
         path.add(request := above)
@@ -358,7 +358,7 @@ class FirstKeys:
 def remove_stray_spans(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
     """Return the request of each row, `NONE` for strays and the rows below them.
 
-    A stray is a span that serves another request than the one around it. It has the first key of the other request.
+    A stray is a span in the tree of one request that has the first key of a different request.
     """
     around = first.around[first.borne]
     pairs, began, pair_of = np.unique(

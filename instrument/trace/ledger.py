@@ -5,14 +5,14 @@ the request, or a time in between:
 - `queue`: from the hand-off span to the first batch. The hand-off span is the newest earlier span with the request's
   key, such as a call of `submit`. Without it, the queue begins when the request's own work last began or ended.
 - `stall`: from one batch of the request to the next batch.
-- `transport`: the way between the request's own threads and the threads that run batches.
+- `transport`: between the request's own threads and the threads that run batches.
 - `lock`: calls that wait for a lock or a place in a pool.
 - `sub-requests`: requests that began within the request but count on their own.
 - `unknown`: none of the above.
 
-The time of a batch is divided among its members by weight. In the ledger of a request, a batch is first the request's
-own share, and then the time in which it waited for the other members. Of `length` ns, the shares of the members before
-member `k` are `length * sum(w[:k]) // sum(w)` together, for the weights `w`.
+The time of a batch is divided among its members by weight. In the ledger of a request, a batch has two parts: first the
+request's own share, then the wait for the other members. The shares of the members before member `k` add up to `length
+* sum(w[:k]) // sum(w)`, for a batch of `length` ns and the weights `w`.
 """
 
 from __future__ import annotations
@@ -382,9 +382,7 @@ def _find_queue_begins(
 ) -> Int64s:
     """Return the begin of the queue of each group in `of`.
 
-    A queue begins at the end of the newest hand-off span that began by `upto`. It begins at that span's start if the
-    span failed or was still open. Without a hand-off span, it begins at `otherwise`. No queue begins before its
-    request, which starts at `begins`.
+    A queue begins at the newest hand-off span that began by `upto`. Without a hand-off span, it begins at `otherwise`.
     """
     if not len(groups):
         return otherwise
@@ -490,8 +488,8 @@ def _find_first_at_or_after(groups: Int64s, times: Int64s, queries: Int64s, at: 
 
 @dataclass(frozen=True)
 class DeviceLedger:
-    """The device times of requests, by the index of the request. `own_ns` is the time of own work, and `shared_ns` the
-    share of batches.
+    """The device times of requests, by the index of the request. `own_ns` is the device time outside of batches.
+    `shared_ns` is the request's share of its batches.
 
     `batch_ns` has the device time of each row that is a batch. `given_ns` has, for each pair in `Served`, the request's
     share of the batch's device time.

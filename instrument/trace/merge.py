@@ -44,7 +44,7 @@ slightly between machines."""
 
 @dataclass(frozen=True)
 class Merged:
-    """The result of a merge, with the numbers of files, processes and runs. `clock` is `MONOTONIC` or `WALL`."""
+    """The result of a merge, with the counts of files, processes and runs. `clock` is `MONOTONIC` or `WALL`."""
 
     saved: Saved
     files: int
@@ -65,7 +65,7 @@ class Merged:
 
     @property
     def header(self) -> str:
-        """A line for reports with the numbers of files, processes and runs, and the clock of the merge."""
+        """The line that reports show about the merge: the counts of files, processes and runs, and the clock."""
         text = f"{self.files} file{'s' * (self.files != 1)} of {self.processes} process{'es' * (self.processes != 1)}"
         text += f" in {self.runs} runs" * (self.runs > 1)
         if self.clock == MONOTONIC:
@@ -135,7 +135,7 @@ def _bound_clock_error(files: Sequence[Saved]) -> int | None:
 
 
 def _relink_to_merged(part: MergedFile, link: Any) -> Any:
-    """Return a link with the merged ids of the span and of its root, 0 for an unknown one."""
+    """Return a link with merged ids. An unknown id becomes 0."""
     ids = parse_link(link)
     return link if ids is None else tuple(np.maximum(_find_merged_ids(part, ids), 0).tolist())
 
@@ -202,7 +202,7 @@ def _merge_columns(parts: Sequence[MergedFile], numbers: Numbers, absent: dict[t
 def _choose_rows(
     parts: Sequence[MergedFile], span_id: Int64s, site: Int64s, thread_id: Int64s, start_ns: Int64s, end_ns: Int64s
 ) -> Int64s:
-    """Return, for each row, the row that is kept of its span. Several files of a process may have the same span."""
+    """Return the row to keep in place of each row. Several files of a process may have the same span."""
     chosen = np.arange(len(span_id))
     processes = [part.process for part in parts]
     process = np.repeat(processes, [len(part.trace) for part in parts])
@@ -221,8 +221,8 @@ def _choose_rows(
 
 
 def _merge_parent_ids(parts: Sequence[MergedFile], absent: dict[tuple[int, int], int]) -> tuple[Int64s, Int64s]:
-    """Return the merged ids of parents and of roots. A parent or root without a row gets a new id in `absent`, by
-    process and old id."""
+    """Return the merged ids of parents and of roots. A missing parent or root gets a new id, which is added to
+    `absent`."""
     above = 1 + sum(len(part.trace) for part in parts)
     columns = []
     for part in parts:

@@ -94,7 +94,7 @@ class MergedFile:
 class Numbers:
     """The merged sites, and the merged numbers of threads, streams and devices of all files.
 
-    Sites with equal keys become one site in `sites`, with the attributes that they share.
+    Sites with the same `Site.key` become one site in `sites`. Only their common attributes are kept.
     """
 
     def __init__(self, parts: Sequence[MergedFile]) -> None:
@@ -148,7 +148,7 @@ NOTED_BY = 2
 """The maximum number of processes that a merged note names at its beginning."""
 
 OF_ALL = ("system_cpu",)
-"""The gauges of the whole host, of which a merge keeps only one."""
+"""The gauges that measure the whole host. A merge keeps one sample per gauge and time."""
 
 
 def make_process_label(saved: Saved) -> str:

@@ -90,7 +90,7 @@ def read_dataclass(kind: type, facts: Mapping[str, Any], **more: Any) -> Any:
 
 
 class Sites:
-    """Numbers the sites of a file in the order of first use, each once."""
+    """Assigns an index to each distinct site of a file, in the order of first use."""
 
     def __init__(self, sites: Iterable[Site]) -> None:
         self.entries: dict[str, int] = {}
@@ -355,7 +355,7 @@ def _read_process(facts: Mapping[str, Any]) -> Trace:
 
 
 def read_own_notes(facts: Mapping[str, Any]) -> OwnNotes:
-    """Read the notes of one process on rules without effect. Damaged facts raise an error."""
+    """Return a process's notes about rules that have no effect. Damaged facts raise an error."""
     waiting = tuple((check_type(mark, str), check_type(note, str)) for mark, note in facts.get("waiting", ()))
     at_work, uncalled = (
         tuple(check_type(text, str) for text in facts.get(name, ())) for name in ("at_work", "uncalled")
@@ -377,7 +377,7 @@ def _read_merged_process(facts: Any) -> MergedProcess:
 
 
 def read_sample(base_ns: int, name: Any, device: Any, since_ns: Any, value: Any) -> Sample:
-    """Return a reading of a gauge whose time counts from `base_ns`. The value None means an unreported gauge."""
+    """Return a gauge's sample at `since_ns` after `base_ns`. The value None means an unreported gauge."""
     value = None if value is None else check_type(value, float, int)
     return Sample(check_type(name, str), check_type(device, int), base_ns + check_type(since_ns, int), value)
 

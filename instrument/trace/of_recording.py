@@ -33,7 +33,7 @@ OPEN = "instrument.open"
 """The attribute that marks a span that was open when its recording was read."""
 
 NEVER_NS = 1 << 62
-"""The time in ns of the first request of a process that has served none."""
+"""The time in ns that replaces the first request's begin if a process has served no request."""
 
 NO_DETAIL = "errors and attributes of spans overwritten by newer ones"
 
@@ -178,10 +178,10 @@ class RowDetails:
 class RowSnapshot:
     """A copy of the rows and open spans of a recording at one moment. A copy takes about 10 ns per row.
 
-    `details` are as `Mapped.copy_details` returns them. Rows may be missing for threads in `wrapped`, because their
-    rings have overwritten rows, and for ended threads in `given_up`.
+    `details` are as `Mapped.copy_details` returns them. Rows may be missing for two groups of threads. The rings of
+    threads in `wrapped` have overwritten rows. Threads in `given_up` have ended.
 
-    Trees that began before the process served requests have the parent `remote`.
+    Trees that began before the first request have the parent `remote`.
     """
 
     tree: CallTree
@@ -217,7 +217,7 @@ class RowSnapshot:
         return sum(len(ring.rows) for ring in self.rings) + len(self.open_spans)
 
     def find_complete_from(self, start_ns: int, end_ns: int) -> int:
-        """Return the time from which on no span of a window is missing. Returns 0 if no span is missing."""
+        """Return the time after which no span of a window is missing. Returns 0 if no span is missing."""
         if not (self.wrapped or self.given_up):
             return 0
         # The earliest end of a span in the window, by thread, at most the window's end.

@@ -2,8 +2,8 @@
 
 A span with a request's key may be in another tree. It becomes a child of the hand-off span, the newest span with the
 key that is open at that time. Without a hand-off span, it becomes a child of the request. A batch keeps its tree,
-because a batch may serve several requests. All processes make the same trace id, so that their spans meet at the
-collector.
+because a batch may serve several requests. All processes make the same trace id from the same key, so the collector
+joins their spans.
 
 Facts, which are values that rules read from calls, become attributes of the request that the call serves. An
 interruption, such as a garbage collection, becomes an event of each span that it interrupts.
@@ -235,8 +235,8 @@ def move_facts(trace: Columns, joined: Joined) -> Columns:
 
 
 def _parse_facts(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, Any]]:
-    """Yield each fact as a word of `KEEPS`, a name, a request key, and a value. Without a key, the fact belongs to the
-    span's own request."""
+    """Yield a tuple per fact: a word of `KEEPS`, the name, the request key, and the value. The key is None for a fact
+    of the span's own request."""
     for text in _list_fact_texts(attributes):
         keep, _, name = text.partition(" ")
         value, keys = attributes.get(name), attributes.get(name + FACT_KEYS)
@@ -254,8 +254,8 @@ def _list_fact_texts(attributes: Mapping[str, Any]) -> list[str]:
 class ProcessRows(NamedTuple):
     """A process of a merged trace, with its rows ordered by tree and then by start time.
 
-    `numbers` has the process's own numbers, or is None if they do not differ. `interruptions` has the spans that
-    interrupt each row. Such spans are not among `rows`.
+    `numbers` converts thread, device and stream numbers of the merged trace to those of the process. It is None if the
+    numbers do not differ. `interruptions` has the spans that interrupt each row. Such spans are not among `rows`.
     """
 
     facts: Trace

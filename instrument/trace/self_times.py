@@ -125,10 +125,10 @@ class _Open(NamedTuple):
 
 
 def find_innermost_spans(trace: Columns, is_wanted: Bools, thread_ids: Int64s, times_ns: Int64s) -> Int64s:
-    """Return the row of the innermost wanted span that was open on each given thread and time, or `NONE`.
+    """Return the row of the innermost wanted span that was open on each thread at the given time, or `NONE`.
 
-    The result is `SEVERAL` if another task had an open span that does not enclose the innermost one. A span does not
-    contain its end. If two spans begin together, the shorter one is the inner one.
+    The result is `SEVERAL` if a span of another task was also open and does not enclose the innermost span. A span does
+    not contain its end. If two spans begin together, the shorter one is the inner one.
     """
     if not len(times_ns):
         return np.zeros(0, dtype=np.int64)

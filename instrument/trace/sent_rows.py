@@ -36,7 +36,7 @@ Value = TypeVar("Value")
 
 DERIVED = 3 << 62
 STAGES_BITS = 5
-"""The number of low bits of a stage span's id that contain the number of the stage."""
+"""The number of low bits that are reserved for the stage in a stage span's id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +247,7 @@ class SentRows:
             self.outcome[int(gathered.member[row])].derived += spans
 
     def _add_served_requests(self, its_stages: Sequence[Stages], roots: set[int]) -> None:
-        """Add the requests that batches served to the outcomes of their processes, including dropped requests."""
+        """Add each request served by batches to the outcome of its process, even if the request is dropped."""
         served = self._joined.served
         sizes = np.bincount(served.batch, minlength=len(self._unit))
         starts, ends = self._found.start_ns, self._found.end_ns
@@ -268,6 +268,8 @@ class SentRows:
 
 def _by_place(values_by_row: Mapping[int, Value], picked: Int64s, count: int) -> dict[int, Value]:
     """Return the values of the picked rows, by index in `picked`. Rows are below `count`."""
+    if len(picked) < len(values_by_row):
+        return {at: values_by_row[row] for at, row in enumerate(picked.tolist()) if row in values_by_row}
     places = index_rows(picked, count)[np.fromiter(values_by_row, np.int64, len(values_by_row))].tolist()
     pairs = sorted(zip(places, values_by_row, strict=True))
     return {place: values_by_row[row] for place, row in pairs if place != NONE}
@@ -313,8 +315,9 @@ class Settling:
         ends = [member.rows["end_ns"][member.state != SETTLED] for member in self.members]
         due_ns = np.concatenate([np.zeros(0, np.int64), *ends])
         due_ns = due_ns[due_ns <= most_ns]
-        if len(due_ns) > MOST_AT_ONCE:
-            most_ns = int(np.partition(due_ns, MOST_AT_ONCE)[MOST_AT_ONCE])
+        new_ns = due_ns[due_ns > self.settled_ns]  # without rows that wait since an earlier round
+        if len(new_ns) > MOST_AT_ONCE:
+            most_ns = int(np.partition(new_ns, MOST_AT_ONCE)[MOST_AT_ONCE])
         self.has_more = most_ns < horizon_ns
         if self.has_more:
             horizon_ns, at_once, is_last = most_ns, at_once or is_last, False

@@ -1,7 +1,7 @@
 """Finds the stages of requests that batches serve: queue, prefill, decode and stalls.
 
-Prefill and decode are stages of generations, whose route, rule or attributes have `gen_ai`. A request with a streamed
-answer and several batches of one name is also a generation. Other requests have `first batch` and `later batches`.
+Prefill and decode are stages of generations. A generation is a request whose spans have `gen_ai` attributes, or a
+request with a streamed answer and several batches of one name. Other requests have `first batch` and `later batches`.
 
 The prefill steps make the first token, and all later steps are the decode. A stall is a time between two batches that
 is at least as long as the request's median step. If an engine records several batches per step, the longest batch with
@@ -350,7 +350,7 @@ APART = 8
 """The minimum weight of a batch with a prompt, as a multiple of the lightest batch's weight."""
 
 LEAST_CHUNKS = 2
-"""The number of a request's steps above which equally heavy steps are the chunks of one prompt."""
+"""The number of steps above which a request's steps can be equally heavy chunks of one prompt."""
 
 CLEARLY = 2
 """The ratio of two batches' weights above which one batch is clearly heavier than the other."""
@@ -381,8 +381,8 @@ def find_steps(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
     """Return the engine steps that served each request. `kinds` maps a batch name to its kind, and to the name of the
     batches that represent steps.
 
-    Threads that run equal numbers of such batches at once are workers of the same steps. Other threads run different
-    steps.
+    Threads that run batches of that name at once, in equal numbers, are workers of the same steps. Other threads run
+    different steps.
     """
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kind for kind, _ in kinds.values()))}
     kind_of_name = np.array([numbers[kinds[name][0]] if name in kinds else 0 for name in parts.names], dtype=np.int64)
@@ -423,8 +423,9 @@ def find_steps(parts: Parts, kinds: Mapping[str, tuple[str, str]]) -> Steps:
 def count_prefills(parts: Parts, steps: Steps, sent_ns: Int64s, least: Mapping[str, int]) -> Int64s:
     """Return, per request, the number of steps that make its first token.
 
-    `least` is the least weight of each batch name. If all steps of a request are at least `APART` times as heavy, all
-    of them count. `sent_ns` has the times at which requests sent the first part of a streamed answer, else `FARTHEST`.
+    `least` is the least weight of each batch name. If all steps of a request weigh at least `APART` times this weight,
+    all steps count. `sent_ns` has the time at which each request sent the first part of a streamed answer, or
+    `FARTHEST`.
     """
     counts = np.ones(len(steps.first), dtype=np.int64)
     weights, names, ordinal = parts.weight[steps.lead], parts.name[steps.lead], steps.number_in_request

@@ -94,8 +94,8 @@ class TailSampler:
 
 
 def _condition_holds(condition: Where, request: EndedRequest) -> bool:
-    """Return True if a condition holds for an attribute of the request. If the request lacks it, the attribute of its
-    site counts."""
+    """Return True if a condition holds for an attribute of the request. If the request lacks the attribute, the site's
+    attribute counts."""
     value = request.attributes.get(condition.attribute)
     if value is None:
         value = dict(request.site.attributes).get(condition.attribute)

@@ -57,7 +57,8 @@ def remove_surrogates(text: str) -> str:
 def make_json_value(value: object, depth: int = 0, *, finite: bool = True) -> Any:
     """Return a value that strict JSON and viewers accept. Without `finite`, infinities and NaN remain.
 
-    Never fails. Runs no code of foreign types, because `str` of a tensor would wait for the device and expose its data.
+    Never fails. Runs no code of foreign types. For example, `str` of a tensor would wait for the device and expose the
+    tensor's data.
     """
     if isinstance(value, str):
         return remove_surrogates(value)

@@ -294,8 +294,8 @@ NO_NOTES = OwnNotes()
 class MergedProcess:
     """A process of a merged trace. `facts` is a trace without spans, on the process's own clock.
 
-    `windows` are the intervals of its files. `threads`, `devices` and `streams` map merged numbers to the process's own
-    numbers. `absent` maps merged ids of spans without a row to the process's ids.
+    `windows` are the intervals of the process's files. `threads`, `devices` and `streams` map merged numbers to the
+    process's own numbers. `absent` maps merged ids to the process's ids, for spans that have no row.
 
     The times of the process were moved by `moved_ns`. `is_watched` is True if torch.profiler's data is from this
     process.
@@ -319,11 +319,11 @@ class Trace:
     - `threads` maps native thread ids to names.
     - `losses` counts lost data by reason. `notes` are sentences on data that could not be observed. `own_notes` are
       notes that are true only for this process.
-    - `window` is the index of the recording window. From `held_from_ns` on, no span is missing. It is 0 if no span is
-      missing at all.
-    - `samples` are ordered by time, device and name. `gpus` are their devices.
-    - `kernels`, `allocations` and `flops` are data from torch.profiler, which ran in the interval `watched`. Kernels
-      and allocations are ordered by time.
+    - `window` is the index of the recording window. After `held_from_ns`, no span is missing. `held_from_ns` is 0 if no
+      span is missing at all.
+    - `samples` are ordered by time, device and name. `gpus` are the GPUs of the samples.
+    - `kernels`, `allocations` and `flops` are data from torch.profiler. `watched` is the interval in which
+      torch.profiler ran. Kernels and allocations are ordered by time.
     - `startup` is the start-up of the process, or None without a session. `died` describes an abnormal end of the
       process.
     - `processes` are the processes of a merged trace. `apart_ns` is the largest difference of their clocks.

@@ -38,7 +38,7 @@ MOST_ROOTS = 10_000
 """The maximum number of requests whose decision is remembered. The oldest are forgotten first."""
 
 EARLY_BYTES = 2
-"""The maximum size of details that wait for their rows, as a multiple of the size of the recording's detail area."""
+"""The maximum size of details that wait for their rows, as a multiple of `room_bytes` in `UnsettledRows.add`."""
 
 BEYOND = "spans beyond spans_per_request"
 TOO_LONG = "spans of requests that stayed open too long"
@@ -99,7 +99,7 @@ class _PackedRows(NamedTuple):
 
     @classmethod
     def from_rows(cls, rows: NDArray[np.void], thread_id: int) -> _PackedRows:
-        """Pack rows as the differences between consecutive rows, one field after the other, which compresses well."""
+        """Pack rows as the differences between consecutive rows, field by field. Such differences compress well."""
         fields = rows.view(np.uint64).reshape(len(rows), -1).T
         differences = np.empty(fields.shape, np.uint64)
         differences[:, 0] = fields[:, 0]
@@ -269,8 +269,8 @@ class UnsettledRows:
         return np.asarray(rows[~is_plain])
 
     def unpack(self, horizon_ns: int = 1 << 62, most: int = 1 << 62) -> int:
-        """Unpack rows that had ended by `horizon_ns`, until there are `most` of them. Return the time up to which all
-        rows are unpacked."""
+        """Unpack rows that had ended by `horizon_ns`, up to about `most` rows. Return the time up to which all rows are
+        unpacked."""
         packed = sorted(self._packed, key=attrgetter("first_ns"))
         count = end = 0
         while end < len(packed) and packed[end].first_ns <= horizon_ns and count < most:
@@ -287,8 +287,8 @@ class UnsettledRows:
         undecided: NDArray[np.uint64],
         settled_ns: int,
     ) -> None:
-        """Add rows from an earlier reader, which had decided about all requests that ended by `settled_ns`, except
-        those with roots in `undecided`."""
+        """Add rows from an earlier reader, which decided about requests until `settled_ns`. `undecided` has the roots
+        of requests without a decision."""
         self.opened, self.adopted_until_ns = opened, settled_ns
         self._note_begin_of_service(rings, details)
         self.has_keys = self.has_keys or any(_KEY in text or _BATCH_KEYS in text for _, text in details.values())

@@ -89,8 +89,10 @@ async def _serve_and_record(app: Any, arrivals: Arrivals, scope: Message, receiv
 
 
 class AsgiChannel:
-    """Passes the messages of one request between the server and the app. The exchange must not refer to its channel,
-    because contexts may keep the exchange for a long time."""
+    """Passes the messages of one request between the server and the app.
+
+    Contexts may keep an exchange for a long time, so an exchange must not refer to a channel.
+    """
 
     __slots__ = ("exchange", "server_receive", "server_send")
 

@@ -126,7 +126,7 @@ class _NamedCallback(functools.partial[None]):
 
 
 _NAMED = frozenset((FunctionType, MethodType, functools.partial))
-"""The types of callbacks whose name the event loop logs with exceptions."""
+"""The types of callbacks that an event loop names when it logs their exceptions."""
 
 BLOCKERS: dict[Site, tuple[int, int]] = {}
 """The number of times that each site has blocked an event loop, and its longest block in ns."""
@@ -250,8 +250,8 @@ FRAMES = 32
 class LoopPlaces:
     """Samples the stacks of slow callbacks in event loops.
 
-    A slow callback starts the sampling thread, which ends after `REST_NS` without a slow callback. While it runs,
-    `begun` has the start time of each thread's current callback, or 0.
+    A slow callback starts the sampling thread, which ends after `REST_NS` without a slow callback. While the thread
+    runs, `begun` has the start time of each thread's current callback, or 0.
     """
 
     def __init__(self, recorder: Recorder, limit_ns: int) -> None:
@@ -264,8 +264,8 @@ class LoopPlaces:
         self.is_on = False
 
     def take_stack(self, begun_ns: int) -> tuple[str, ...]:
-        """Return the most frequent stack in the samples of the callback that began at `begun_ns`, innermost frame
-        first. Start the sampling thread if it has ended."""
+        """Return the most frequent sampled stack of the callback that began at `begun_ns`, innermost frame first. Start
+        the sampling thread if none runs."""
         self._slow_ns = self._recorder.now_ns()
         if self._thread is None or not self._thread.is_alive():
             self.begun.clear()

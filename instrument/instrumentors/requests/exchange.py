@@ -78,7 +78,7 @@ BEGIN = "begin of a request"
 """The name under which faults at the start of a request are counted."""
 
 GAPS_KEPT = 10_000
-"""The maximum number of gaps between streamed items from which the median is computed."""
+"""The maximum number of gaps between items that a streamed answer keeps. The median gap is computed from them."""
 
 ADDRESSES_KNOWN = 8
 """The maximum number of addresses with sites of their own. This limits memory, as callers can invent addresses."""
@@ -398,7 +398,7 @@ class Exchange:
         self.end(error)
 
     def _drop_unsent_status(self) -> None:
-        """Drop the status of an answer that the client never got, because the client had disconnected."""
+        """Drop a status of 500 or above, because the client had disconnected and never got the answer."""
         if self.frame is not None and self.status >= FIRST_OF_SERVER:
             self.status = 0
             self.facts.pop(STATUS, None)
@@ -591,14 +591,15 @@ CALLED = frozenset({"grpc", "ray_serve", "triton"})
 """The protocols that call a method by name. Their requests have no route."""
 
 Address = tuple[tuple[str, AttributeValue], ...]
-"""The span attributes of a server address. They are empty for an address without sites of its own."""
+"""The span attributes of a server address. They are empty if the address shares sites with other addresses."""
 
 Key = tuple[object, str, str, str]
 """An endpoint's address, protocol, method and route, or a job's system, task and queue."""
 
 
 class Method:
-    """The sites of one request method at one server address. `facts` has the address if the sites do not have it."""
+    """The sites of one request method at one server address. `facts` has the address if the sites are shared with other
+    addresses."""
 
     __slots__ = ("_key", "_site_of", "close_request", "facts", "open_request", "recorder", "site")
 

@@ -46,7 +46,7 @@ _attached: list[Arrivals] = []
 
 
 _ArrivedCall = tuple[Any, Any, "str | None"]
-"""A call's details and context, and the endpoint's name if the server has no such method."""
+"""A call's details, the context, and the endpoint's name. The name is None if the server has the called method."""
 
 
 class _Service:
@@ -254,7 +254,7 @@ class _Call:
         exchange.end(error if error is not None else status if status in SERVER_ERRORS else None)
 
     def __del__(self) -> None:
-        """Count a call whose handler was never called, because too many calls were open, for example."""
+        """Count a call whose handler was never called, for example because too many calls were open."""
         if not getattr(self, "_is_begun", True):
             self._arrivals.exchanges.recorder.count(NOT_BEGUN)
 
@@ -285,13 +285,13 @@ class _AnswerStream:
             CURRENT.reset(token)
 
     def __del__(self) -> None:
-        """End a call whose stream the server has dropped, because the caller has disconnected, for example."""
+        """End a call if the server has dropped the stream, for example because the caller has disconnected."""
         self._answers = None
         self._call.end(self._context, GeneratorExit())
 
 
 class _NotedContext:
-    """A proxy of the context that grpc.aio passes to a plain function. The original hides its status code."""
+    """A proxy of the context that grpc.aio passes to a plain function. The proxy makes the status code readable."""
 
     def __init__(self, context: Any) -> None:
         self._context = context

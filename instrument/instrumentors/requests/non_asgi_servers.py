@@ -419,7 +419,7 @@ def _attach_sanic_websocket(module: Any, _: Exchanges) -> list[Undo]:
 
 
 def _attach_sanic_app(module: Any, _: Exchanges) -> list[Undo]:
-    """Note exceptions of websocket handlers, which Sanic only logs."""
+    """Note the exceptions of websocket handlers. Sanic only logs such exceptions."""
     owner = module.Sanic
     run = owner._websocket_handler
 

@@ -193,7 +193,7 @@ def _attach_faststream(module: Any, exchanges: Exchanges) -> list[Undo]:
 
 
 def _read_queue_and_time(message: Any) -> tuple[object, float | None]:
-    """Return the queue of a broker's message, and the time when it was queued (None if unknown). A batch counts as its
+    """Return the queue of a broker's message, and the time when it was queued (None if unknown). For a batch, read its
     first message."""
     while isinstance(message, (list, tuple)) and message:
         message = message[0]

@@ -52,7 +52,7 @@ else:
 class Router(NamedTuple):
     """A framework's method that finds a request's route.
 
-    `route` reads the route from the module and the call's arguments or, if `after` is True, its result. `note` stores a
+    `route` reads the route from the call's arguments, or from the call's result if `after` is True. `note` stores a
     route that is not None. `older` is True if older versions lack the method.
     """
 
@@ -252,7 +252,7 @@ def _attach_to_app_class(class_name: str, module: Any, exchanges: Exchanges) -> 
 
 
 def _attach_gunicorn(module: Any, exchanges: Exchanges) -> list[Undo]:
-    """Record the WSGI app of gunicorn's own workers, not of uvicorn's.
+    """Record the WSGI app of gunicorn's own workers, not the app of uvicorn's workers.
 
     An app of Tornado is left alone, because Tornado's worker tests the app's type.
     """
@@ -425,7 +425,8 @@ class Requests(Instrumentor):
         return has_met or any(site.kind == "request" for site in calls_by_site(self._recorder))
 
     def blockers(self) -> Mapping[Site, tuple[int, int]]:
-        """Return each site that blocked an event loop, with the number of blocks and the longest in ns."""
+        """Return the sites that blocked an event loop, with the number of blocks and the length of the longest block in
+        ns."""
         return dict(blocked.BLOCKERS)
 
     def verdicts(self) -> list[Verdict]:

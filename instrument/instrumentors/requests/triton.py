@@ -190,8 +190,8 @@ def _model_name(request: Any) -> str:
 
 
 def _read_request(request: Any, _: Any) -> Reading:
-    """Read a request and the caller's trace headers. Triton passes these headers on if its OpenTelemetry tracing is
-    on."""
+    """Read a request and the caller's trace headers. Triton has these headers only if its OpenTelemetry tracing is
+    enabled."""
     trace = getattr(request, "trace", None)
     context = trace().get_context() if trace is not None else None
     fields: Any = {}

@@ -1,7 +1,7 @@
 """The presets, which are named profiles in files of this folder.
 
-A profile names a preset with the key `preset`. Mappings of both are merged key by key. Any other value of the profile,
-such as a list, replaces the preset's value.
+A profile selects a preset with the key `preset`. The mappings of the profile and the preset are merged key by key. Any
+other value of the profile, such as a list, replaces the preset's value.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def preset_of_file(path: str | os.PathLike[str]) -> str | None:
 
 
 def merge_preset(profile: YamlNode) -> tuple[YamlNode, dict[str, str]]:
-    """Merge a profile's preset into the root node. Return the node, and the preset's texts by path."""
+    """Merge a profile's preset into the root node. The second result has the YAML text of each preset value, by key
+    path."""
     from instrument.profile.document import Document
 
     key, value = profile.pairs.get("preset", (profile, profile))

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 VARIABLE = "INSTRUMENT_AWAITED"
-"""The environment variable with the names of the packages whose import begins a session. Its first word is the state of
-the profile file."""
+"""The environment variable with the names of the packages whose import begins a session. Its first word is the
+modification time and size of the profile file."""
 
 FIRST = "first"
 """The file in the run's folder that only the first Python process of the run can create."""
