@@ -412,7 +412,7 @@ class Exporter:
             self._halvings = 0
         if verdict.too_large and request.spans > 1 and self._halvings < HALVINGS:
             self._halvings += 1
-            self.request_bytes = max(LEAST_REQUEST_BYTES, len(request.data) // 2)
+            self.request_bytes = min(self.request_bytes, max(LEAST_REQUEST_BYTES, len(request.data) // 2))
             halves = [QueuedRequest(*half, request.source) for half in split_request(request.data)]
             self._queue.replace_request(request, halves)
             for half in halves:
