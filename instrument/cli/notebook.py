@@ -138,7 +138,7 @@ def load(
 
 
 def compare(before: Source | Sources, after: Source | Sources, **options: Any) -> Comparison:
-    """Compare recordings before and after a change, such as `instrument.compare("before", "after")`.
+    """Compare recordings from before and after a change, as in `instrument.compare("before", "after")`.
 
     Each side is a path, a loaded trace, or a list with a path or trace per run. `options` are the options of
     `instrument.summary`. This function needs `instrument-sdk[compare]`.

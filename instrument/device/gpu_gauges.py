@@ -248,7 +248,7 @@ class Nvml:
         return {"utilization": rates.gpu, "memory_active": rates.memory}
 
     def _read_memory(self, nvml: Any, device: NvmlDevice, _: int) -> Values:
-        """Read the GPU's memory without the memory of the driver, as nvidia-smi does."""
+        """Read the GPU's memory. Like nvidia-smi, leave out the memory of the driver."""
         memory = nvml.nvmlDeviceGetMemoryInfo(device.handle, version=nvml.nvmlMemory_v2)
         return {"memory_used": memory.used, "memory_total": memory.total}
 

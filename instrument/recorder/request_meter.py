@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 SCHEME = "url.scheme"
 
 Ended = Mapping[str, tuple[Labels, Mapping[int, int]]]
-"""The ended requests by span name, each with the endpoint's labels and a histogram of durations."""
+"""Ended requests. Each span name has the labels of its endpoint and a histogram of durations."""
 
 
 @dataclass(slots=True)

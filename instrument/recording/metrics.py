@@ -311,7 +311,7 @@ ZERO = -(1 << 20)
 """The bucket of all values up to 0."""
 
 BUCKETS_END = 1 << 13
-"""The end of the valid bucket numbers. The middle of each lower bucket fits into a float."""
+"""The first invalid bucket number. The middle of each bucket with a lower number fits into a float."""
 
 MOST_VALUES = 1 << 53
 """The largest valid number of values in a bucket. A float cannot count further values exactly."""

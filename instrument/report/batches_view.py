@@ -4,7 +4,7 @@ A batch is a span that names the requests that it serves. A request's weight is 
 its tokens.
 
 The `neighbours` view, also in this module, shows how long requests of one group (such as a tenant) waited because of
-another group. `instrument.trace.bill` has the rules by which a group causes a wait.
+another group. The rules that attribute a wait to a group are in `instrument.trace.bill`.
 """
 
 from __future__ import annotations

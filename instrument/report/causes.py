@@ -439,8 +439,8 @@ def read_host_gauges(facts: Trace, threads: Collection[int] | None = None) -> li
 def measure_resource_wait(
     gauges: Sequence[Sequence[Sample]], cause: str, facts: Trace, begin_ns: int, end_ns: int
 ) -> tuple[float, float] | None:
-    """Return the time in ns for which threads waited in an interval, and the median of the gauge as a ratio. Both are
-    from the host or the process with the longest wait. Return None without readings of the gauge."""
+    """Return the time in ns for which threads waited in an interval, and the median of the gauge as a ratio. Both
+    are from the host or the process, whichever waited longest. Return None without readings of the gauge."""
     results = []
     for samples in gauges:
         readings = [sample for sample in samples if sample.name == PRESSURES[cause] and sample.value is not None]

@@ -222,7 +222,7 @@ class Events(View):
         return Section("Event Summary", rows, columns, texts=texts)
 
     def _device_section(self, rows: Sequence[EventRow], digits: tuple[int, int]) -> Section:
-        """Return the table of host and device times, with their shares of Total in fluid's format `%f (%f)`."""
+        """Return the table of host and device times, with their shares of Total, in the format of Paddle's fluid."""
         texts: dict[str, Text] = {part: partial(_device_text, part) for part in ("host", "device")}
         texts["total_ns"] = lambda row, unit: _time_text(row.total_ns if row.calls else None, unit, digits[0])
         columns = "name=Event|total_ns=Total|host=CPU Time (Ratio)|device=GPU Time (Ratio)"

@@ -212,7 +212,7 @@ def _sum_call_times(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -
 OPERATORS = ("op", "layer", "comm")
 
 IN_ORDER = (*OPERATORS, "copy")
-"""The kinds of span that the order of execution lists."""
+"""The kinds of span in the list of operators by order of execution."""
 
 ITERATIONS = ("step", "request")
 """The kinds of span that may be iterations. The first kind that the trace contains is used."""

@@ -233,7 +233,7 @@ def read_sizes(trace: Columns, name: str, among: Int64s | None = None) -> NDArra
 
 
 def find_similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
-    """Return the indices of requests with the endpoint of request `place` and similar work, and True. If few requests
+    """Return the indices of requests that are like request `place`, and True if their work is similar. If few requests
     are similar, return any requests of the endpoint, and False."""
     trace, joined = recording.columns, recording.joined
     is_same = (

@@ -3,8 +3,8 @@
 An endpoint is all requests with the same name. Each moment of a request belongs to the open phase that began last, on
 any thread or task. So the parts, with `unknown` for moments without a phase, add up to the wall time.
 
-A span is a phase if its rule or scope declares a phase (`phase:`). By default, spans of the kinds `phase`, `copy`,
-`layer`, `loader` and `comm`, spans named `queue`, and waits for a lock are phases.
+A span is a phase if its rule or scope declares a phase (`phase:`). By default, phases are the spans of
+the kinds `phase`, `copy`, `layer`, `loader` and `comm`, the spans named `queue`, and the waits for a lock.
 """
 
 from __future__ import annotations

@@ -177,8 +177,7 @@ class PublishedFacts:
         )
 
     def publish_marks(self) -> None:
-        """Publish the identifiers of functions whose calls become metrics. A call soon after the last one does
-        nothing."""
+        """Publish the identifiers of functions whose calls become metrics. Do nothing soon after the last time."""
         began_ns = time.monotonic_ns()
         if not self.has_metrics_reader or began_ns < self._marks_until_ns:
             return

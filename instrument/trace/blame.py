@@ -244,7 +244,7 @@ UNEVEN = 1.2
 """The ratio of padded to real weight above which a step is uneven."""
 
 PADS = 0.7
-"""The ratio of two fits' errors, with padding and without, below which an engine is assumed to pad its batches."""
+"""An engine is assumed to pad its batches if padding reduces the error of the fit to less than this ratio."""
 
 HEAVY = 4.0
 """The multiple of the median weight above which a member of a step is heavy."""

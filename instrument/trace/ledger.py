@@ -3,7 +3,7 @@
 Every instant belongs to the open part that began last. A part is a phase of the request's own work, a batch that served
 the request, or a time in between:
 - `queue`: from the hand-off span to the first batch. The hand-off span is the newest earlier span with the request's
-  key, such as a call of `submit`. Without it, the queue begins when the request's own work last began or ended.
+  key, such as a call of `submit`. Without it, the queue begins at the last begin or end of the request's own work.
 - `stall`: from one batch of the request to the next batch.
 - `transport`: between the request's own threads and the threads that run batches.
 - `lock`: calls that wait for a lock or a place in a pool.
@@ -11,8 +11,8 @@ the request, or a time in between:
 - `unknown`: none of the above.
 
 The time of a batch is divided among its members by weight. In the ledger of a request, a batch has two parts: first the
-request's own share, then the wait for the other members. The shares of the members before member `k` add up to `length
-* sum(w[:k]) // sum(w)`, for a batch of `length` ns and the weights `w`.
+request's own share, then the wait for the other members. For a batch of `length` ns and the
+weights `w`, the shares of the first `k` members add up to `length * sum(w[:k]) // sum(w)`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prepares the spans of decided requests for a collector: with ids, callers, links, and spans for their stages.
+"""Prepares the spans of decided requests for a collector. Adds ids, callers, links, and spans for requests' stages.
 
 A request is due when the decision wait has passed since its end. The spans of due requests form a trace, which is
 processed like a trace from a file. Each span is processed once.
