@@ -144,7 +144,7 @@ def test_next_to_the_sessions_own_export_every_span_of_a_window_arrives_once(rec
             if step in of_windows or sample == 1:
                 assert names[name] == 1, name
             elif sample == 0 and "loose" in name:
-                assert names[name] == 0, name
+                assert not [span for span in sent if span.name == name], [window.recorded for window in found]
     windows = {span.span_id for window in found for span in window.trace.spans if span.site.kind != "step"}
     assert sum(names.values()) >= len(windows)
     if sample == 1:
