@@ -357,7 +357,7 @@ LINES_AND_FILES = {
     "recording": (3_738, 13),
     "report": (13_010, 37),
     "runtime": (2_648, 13),
-    "sessions": (6_026, 19),
+    "sessions": (6_025, 19),
     "trace": (9_583, 28),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
