@@ -94,7 +94,7 @@ def read_process_start_ticks(stat: Path) -> int:
 
 
 LEAST_S = 0.25
-"""The minimum timeout in seconds of the last wait, even after the deadline."""
+"""The minimum timeout of the last wait in seconds, which also applies after the deadline."""
 
 
 class Deadline:

@@ -23,7 +23,7 @@ from instrument.runtime import agent_socket
 from instrument.runtime.agent_socket import Message
 
 REQUEST_TIMEOUT_S = 30.0
-"""Seconds after which the agent stops waiting for processes' answers to a command."""
+"""Seconds for which the agent waits for the answers to a command."""
 
 
 class Questions:
@@ -63,8 +63,7 @@ class Questions:
             connection.is_broken = True
 
     def _start_scrape(self, connection: Connection, run: str) -> None:
-        """Give the asking connection one end of a socket pair. The exporter writes the run's metrics to the other
-        end."""
+        """Send the connection one end of a socket pair. The exporter writes the run's metrics to the other end."""
         asked_run = next((member for member in self._runs if member.name == run), None)
         ours, theirs = socket.socketpair()
         with ours, theirs:

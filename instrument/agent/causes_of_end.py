@@ -36,8 +36,7 @@ NAMED_GAUGES = ("process_cpu", "process_memory", "system_cpu", "utilization", "m
 
 
 def find_memory_events(pid: int) -> Path | None:
-    """Return the path of the file `memory.events`, in which a process's control group counts kills for lack of
-    memory."""
+    """Return the path of `memory.events` of a process's control group. This file counts kills for lack of memory."""
     groups = [group for controller, group in environment.control_groups(pid) if not controller] if pid else []
     return next((path for group in groups[:1] if (path := group / "memory.events").is_file()), None)
 
@@ -89,9 +88,10 @@ def describe_last_gauges(samples: Sequence[Sample], end_ns: int) -> str:
 
 
 def describe_death(open_spans: Sequence[OpenSpan], end_ns: int, end_kind: str, least: str = "") -> str:
-    """Return a sentence that says how a process died, and which requests and spans were open, the newest first.
+    """Return a sentence on the death of a process and on the open requests and spans. The newest are first.
 
-    `least` is a prefix for the ages of the spans. It is "at least " if the process may have ended long after `end_ns`.
+    `least` is a prefix for the ages of the spans. The prefix is "at least " if the process may have ended long after
+    `end_ns`.
     """
     by_root: dict[int, list[OpenSpan]] = {}
     for span in open_spans:

@@ -79,12 +79,11 @@ class Asked:
 
 @contextmanager
 def find_runs(name: str | None = None, *, memory: bool = False) -> Iterator[list[Asked]]:
-    """Yield a list of this user's runs that match a name, as a context manager. Raises `InstrumentError` if no run
-    matches.
+    """Find this user's runs that match a name, for use in a `with` block. Raises `InstrumentError` if no run matches.
 
     `name` is the beginning of a run's name, a service, a process id, or the path of an agent's socket. The default is
-    the environment variable `INSTRUMENT_AGENT`. If both are empty, all runs match. With `memory`, the runs' recordings
-    are open within the `with` block.
+    the environment variable `INSTRUMENT_AGENT`. If the name and the variable are empty, all runs match. If `memory` is
+    true, the recordings are open within the block.
     """
     own_agent = os.environ.get(agent_socket.VARIABLE, "")
     asked_name = name or own_agent

@@ -27,10 +27,10 @@ from instrument.runtime.environment import PROC
 SYSTEM_LOG = Path("/dev/log")
 
 Says = Callable[[str], object] | None
-"""A function that receives messages if neither a standard error nor the system's log accepts them."""
+"""A function that receives a message if standard error and the system's log fail."""
 
 PIPE_WAIT_MS = 50
-"""Milliseconds to wait while the pipe to a process's standard error is full, before the message is cut."""
+"""Milliseconds to wait for a full pipe of a standard error. The message is then cut."""
 
 MESSAGE_SUFFIX = ".txt"
 """The suffix of a text file with a message that could not be printed. The file is next to the capture."""
@@ -42,8 +42,8 @@ _PIDFD_GETFD = 438
 def deliver_message(says: Says, run: Run, text: str, process: Process | None = None) -> None:
     """Write a message to the standard error of a process, or of the run if `process` is None.
 
-    If that fails, the message goes to the system's log, else to `says`. If `says` is None, it goes to a text file next
-    to the capture.
+    If that fails, the message goes to the system's log. If that fails too, `says` is called with the message. If `says`
+    is None, the message goes to a text file next to the capture.
     """
     line = text if text.endswith("\n") else f"{text}\n"
     data = line.encode(errors="backslashreplace")
@@ -175,7 +175,7 @@ def make_report_job(run: Run, left_before: Sequence[ReportedProcess]) -> Callabl
 
 
 def list_processes_of_earlier_agent(folder: Path, run: Run) -> list[ReportedProcess]:
-    """Return the processes of a run that ended under an earlier agent, according to the earlier agent's files."""
+    """Return the run's processes that ended under an earlier agent."""
     known_paths, parts = {run.folded, *(process.saved for process in run.processes)}, []
     for path, of in _list_report_files(folder):
         saved = str(path.readlink() if path.is_symlink() else path)
@@ -299,9 +299,10 @@ def path_of_capture(process: Process, folder: Path | None) -> str:
 
 
 def remove_oldest_files(saved: Path, service: str, kept_paths: Collection[str], disk_bytes: int) -> int:
-    """Remove the oldest files of a service until the others fit into `disk_bytes`. Return the number of removed files.
+    """Remove a service's oldest files until the remaining files fit into `disk_bytes`. Return the number of removed
+    files.
 
-    The file `saved` and the files in `kept_paths` remain.
+    The file `saved` and the files in `kept_paths` are never removed.
     """
     service_part, files = _mask_numbers(saved.name, service), []
     for path in agent_socket.list_matching_paths(saved.parent, f"*{CAPTURE}" if saved.name.endswith(CAPTURE) else "*"):

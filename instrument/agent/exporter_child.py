@@ -34,7 +34,7 @@ from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX, Empty, SimpleQueue
 
 CLAIM_RETRY_S = 1.0
-"""Seconds between two attempts to take over the gauges of a process that still reads them itself."""
+"""Seconds between two attempts to take over the reading of a process's gauges."""
 
 HANG_S = 10.0
 """Seconds after which the reading of a gauge counts as hanging. Each affected process then gets a note."""
@@ -293,8 +293,8 @@ MOST_MESSAGE_CHARACTERS = 1000
 
 
 def import_without_tls() -> None:
-    """Import the modules of the exporter without `ssl` and other optional modules, which take 3 MB. Later imports load
-    those modules."""
+    """Import the modules of the exporter without `ssl` and other optional modules. This saves 3 MB of memory. Later
+    imports load the optional modules."""
     hidden = dict.fromkeys(name for name in ("ssl", "_hashlib", "typing_extensions") if name not in sys.modules)
     sys.modules.update(hidden)  # type: ignore[arg-type]
     try:

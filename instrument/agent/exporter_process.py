@@ -182,7 +182,8 @@ class Exports:
             self._start_gauges(process)
 
     def forward_gauge_message(self, process: Process, message: agent_socket.Message) -> None:
-        """Forward the readings or settings of gauges from a process to the child. Settings of None end the reading."""
+        """Forward a process's gauge readings or gauge settings to the child. The child stops reading if the settings
+        are None."""
         if "gauges" in message:
             process.facts["gauges"] = message["gauges"]
         if process.number in self._gauged:
@@ -250,8 +251,8 @@ class Exports:
         return ""
 
     def _send_to_child(self, message: agent_socket.Message, *descriptors: int) -> None:
-        """Send the child a message, or queue it if the socket is full. If the queue overflows, the child is killed
-        soon."""
+        """Send the child a message, or queue the message if the socket is full. An overflow of the queue ends the
+        child."""
         connection = self.connection
         if connection is not None:
             connection.send(message, descriptors)

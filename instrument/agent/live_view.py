@@ -29,8 +29,8 @@ from instrument.report.section import Section, Text
 from instrument.report.table import compute_share, format_rough_percent, number_text, printable
 
 EVEN_RATIO = 0.9
-"""The ratio of the shortest to the longest time since the previous screen, among processes. Below it, the screen says
-"up to N s"."""
+"""The minimum ratio of the processes' shortest to longest measured time. If the ratio is smaller, the screen says "up
+to N s"."""
 
 MOST_TABLE_ROWS = 12
 """The maximum number of rows per table of the screen. Further rows are only counted."""

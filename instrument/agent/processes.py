@@ -52,9 +52,10 @@ Value = TypeVar("Value")
 GOODBYE, VANISHED, REPLACED, EXITED = "goodbye", "vanished", "replaced", "exited"
 """The ways in which a process ends.
 
-- GOODBYE: it said goodbye to the agent. VANISHED: it ended without a goodbye.
-- REPLACED: another program or recording took its place.
-- EXITED: it called `os._exit(0)` without an open span, as forked workers do.
+- GOODBYE: a goodbye to the agent
+- VANISHED: an end without a goodbye
+- REPLACED: another program or recording in the same process
+- EXITED: a call of `os._exit(0)` without an open span, usual in forked workers
 """
 
 

@@ -55,7 +55,7 @@ NONE_JOINED_S = 10.0
 """Seconds after a run's start at which the agent reports that no process has joined."""
 
 ABANDONED_S = 60.0
-"""Seconds after the agent's start at which it removes report files that an earlier agent left."""
+"""Seconds after which a new agent removes the report files of an earlier agent."""
 
 
 class Runs:

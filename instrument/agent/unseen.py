@@ -63,8 +63,7 @@ class Unseen:
             self._search_processes()
 
     def _search_processes(self) -> None:
-        """Update the list of processes. For each new process or changed command, store the reason for a missing
-        session."""
+        """Update the list of processes. Store the reason if a new process or a new command has no session."""
         with suppress(OSError):
             living = {int(name) for name in os.listdir(PROC) if name.isdecimal()}  # noqa: PTH208 - only the names
             for pid in self._family.keys() - living:

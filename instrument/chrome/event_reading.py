@@ -131,8 +131,8 @@ class JsonText:
         return value
 
     def take_json_values(self, decode: Callable[[bytes], Value], closing: bytes) -> tuple[Value | None, bytes]:
-        """Read the next values of a JSON list. Return the decoded values, and their text. The decoded value is None if
-        the text is damaged."""
+        """Read the next values of a JSON list. Return the decoded values and the text. Return None and the text if the
+        text is damaged."""
         if len(self._text) - self._at < BLOCK_BYTES:
             self._read_block()
         while True:
@@ -489,7 +489,7 @@ def make_block(slices: Sequence[Any], limit_ns: int) -> Block:
 def make_valid_block(
     events: EventBatch, slices: Sequence[Any], phases: NDArray[np.uint8], are_slices: NDArray[np.bool_]
 ) -> Block | None:
-    """Return a block of slices, or None if the fast test is not sure that all slices are valid."""
+    """Return a block of slices, or None if a slice may be invalid."""
     if events.times_us is None:
         return None
     phases, (starts, lengths) = phases[are_slices], (times[are_slices] for times in events.times_us)

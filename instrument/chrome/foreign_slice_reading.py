@@ -191,8 +191,8 @@ NAMELESS = "(no name)"
 _LONGEST_EPOCH = 20
 
 ABSOLUTE_US, MOST_AT_ZERO = 365 * 86_400 * 10**6, 10_000
-"""The limit in microseconds from which times count as absolute (since 1970), and the maximum number of slices at time 0
-that are kept back."""
+"""The smallest time in microseconds that counts as absolute (since 1970), and the maximum number of slices at time 0 in
+memory."""
 
 
 class _Facts(NamedTuple):
@@ -252,7 +252,7 @@ class NumberedLanes:
         )
 
     def number_lines_of_keys(self, keys: Sequence[Any]) -> Int64s:
-        """Return the number of each key's line. A key is a lane (a pair) or the key of an async slice."""
+        """Return the line number of each key. A key is a lane or the key of an async slice."""
         if self._are_ours:
             return self.lines.look_up_numbers(keys)
         return np.array(look_up_or_make(self.lines, keys, self._number_line), dtype=np.int64)
@@ -386,8 +386,8 @@ class ForeignSlices:
         self._names[parse_lane_id(event.pid), thread] = paddle_traces.strip_thread_language(name)
 
     def add_slices(self, block: Block, lanes: Int64s, start_ns: Int64s, end_ns: Int64s) -> None:
-        """Add complete slices and begin events. Paddle's slices have exact times in their arguments, which replace
-        `start_ns` and `end_ns`."""
+        """Add complete slices and begin events. The exact times in the arguments of Paddle's slices replace `start_ns`
+        and `end_ns`."""
         slices, first = block.slices, len(self._kind)
         kinds = np.array(
             look_up_or_make(self._kinds, [(event.cat, event.name) for event in slices], self._add_slice_facts),

@@ -173,10 +173,10 @@ class _Lanes:
 
 
 def assign_lanes(groups: Int64s, above: Int32s, starts: Int64s, ends: Int64s, deep: Bools) -> tuple[Int64s, Int32s]:
-    """Return the number of the lane of each slice, and the index of the innermost slice around it, or `NONE`.
+    """Return the number of the lane of each slice, and the index of the innermost enclosing slice, or `NONE`.
 
-    The slices must be sorted by start time. Of equal starts, the longest slice is first. A slice whose caller is in the
-    same group goes into the lane of the caller if it fits.
+    The slices must be sorted by start time. Of equal starts, the longest slice is first. A slice joins the lane of a
+    caller in the same group, if there is room.
 
     - `groups`: the thread, task or stream of each slice
     - `above`: the index of the caller of each slice, or `NONE`
@@ -251,7 +251,7 @@ class Spans:
         return set(np.unique(self.thread_id[is_batch & ~self.is_async]).tolist())
 
     def find_cross_thread_calls(self) -> tuple[Int64s, Int32s]:
-        """Return the spans whose caller ran on another thread or task. Also return the caller of each span."""
+        """Return the spans whose caller ran on another thread or task, and the callers."""
         called = np.flatnonzero(self.parent != NONE)
         callers = self.parent[called]
         away = self.thread_id[callers] != self.thread_id[called]

@@ -31,7 +31,7 @@ class Meaning(NamedTuple):
 
 
 _PART = Meaning("phase", (("phase", False),))
-"""The meaning of events for parts of an operator. Such a part counts as no phase of training."""
+"""The meaning of events for parts of an operator. These parts are not phases of training."""
 
 _MEANINGS: Mapping[str, Meaning] = {
     "Backward": Meaning("phase", (("phase", "backward"),)),
@@ -67,8 +67,8 @@ _WAYS = {("CPU", "GPU"): "h2d", ("GPU", "CPU"): "d2h", ("GPU", "GPU"): "d2d"}
 _PLACE = re.compile(r"Place\(([a-z_]+)(?::([0-9]{1,9}))?\)")
 _IN_HOST = ("cpu", "gpu_pinned")
 _ROUNDED_NS = 2_000
-"""The maximum nanoseconds between an event's start and the start in its arguments. Beyond it, the arguments are
-ignored."""
+"""The maximum nanoseconds between an event's start time and the start time in the arguments. Arguments with a larger
+difference are ignored."""
 
 
 def interpret_event(category: str, name: str) -> tuple[str, Meaning] | None:
@@ -107,8 +107,8 @@ class EventClock:
         self._first_ns: int | None = None
 
     def pop_times(self, start_ns: int, args: dict[str, Any]) -> tuple[int, int] | None:
-        """Remove the start and end time from an event's arguments. Return them in nanoseconds, or None if they are
-        invalid."""
+        """Remove the start and end time from an event's arguments. Return both times in nanoseconds, or None if a time
+        is invalid."""
         start, end = (args.pop(key, None) for key in ("start_time", "end_time"))
         if not isinstance(start, str) or not isinstance(end, str):
             return None

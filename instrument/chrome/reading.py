@@ -53,7 +53,7 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> tup
 
 
 def read(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Saved:
-    """Read a file as `load` does. A missing tally is counted later, at the first use of the tally."""
+    """Read a trace from a file, like `load`. A missing tally is counted at the first use of the tally."""
     with _convert_file_errors(path):
         with _open_text(Path(path), limit_bytes) as text:
             saved = _read_content(text)

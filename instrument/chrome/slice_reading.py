@@ -193,7 +193,7 @@ class Slices:
         return Rows(order, invert_order(order), start_ns, end_ns, line, *further)
 
     def _match_slice_ends(self, end_ns: Int64s, line_of_row: Int64s, clipped: Bools) -> tuple[Int64s, int]:
-        """Set the lines of slices that have begin events. Find their ends, unless the file gives their lengths.
+        """Match begin events with end events. Set the line of each slice, and the end if the file has no lengths.
 
         Return the order of all slices in the file, and the number of end events without a begin event.
         """
@@ -246,9 +246,9 @@ def _sort_rows(start_ns: Int64s, end_ns: Int64s, order_in_file: Int64s) -> Int64
 
 
 def _find_parents(start_ns: Int64s, end_ns: Int64s, line: Int64s, rounding_ns: int) -> Int32s:
-    """Return the row of each row's parent, or `NONE`. The parent is the innermost row around it on the same line.
+    """Return the parent of each row, or `NONE`. The parent is the innermost enclosing row on the same line.
 
-    A parent may end up to `rounding_ns` before its child. Rows that overlap only in part are no parents.
+    A parent may end up to `rounding_ns` before the child. A row that overlaps only in part is no parent.
     """
     parent_of_nested = _find_parents_if_nested(start_ns, end_ns, line)
     if parent_of_nested is not None:
@@ -442,7 +442,7 @@ def _read_numbers(arguments: Sequence[Any], name: str) -> Int64s:
 
 
 def _read_values(arguments: Sequence[Any], name: str) -> list[tuple[int, Any]]:
-    """Return the index and the value of each item of `arguments` that has the field `name`."""
+    """Find the items of `arguments` that have the field `name`. Return each item's index and the field's value."""
     values = _read_field(arguments, name, UNSET)
     if values.count(UNSET) == len(values):
         return []
@@ -463,8 +463,7 @@ def _find_roots(span_id: Int64s, parent_id: Int64s, root_id: Int64s) -> Int64s:
 
 
 _PLAIN = bytes(set(range(0x20, 0x7F)) - {*b"[{"})
-"""Printable ASCII characters without opening brackets. If a JSON object has only these after its first `{`, it is flat
-and needs no check."""
+"""Printable ASCII characters without opening brackets. A JSON object with only one `{` and these characters is flat."""
 
 
 def _check_attributes(text: bytes) -> None:

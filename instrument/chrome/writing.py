@@ -167,8 +167,8 @@ class Drawing:
         return kind, _split_columns(rows)
 
     def _collect_span_facts(self, around: NDArray[np.int32], openers: Int64s) -> list[tuple[Bools, Int64s]]:
-        """Return pairs of a mask and a column of arguments. The mask selects the numbers to store, and readers compute
-        the others."""
+        """Return a mask and a column for each event argument. The mask is False where readers can compute the
+        number."""
         spans = self._spans
         trace, row = spans.trace, spans.row
         parent_id, root_id, total_ns = trace.parent_id[row], trace.root_id[row], trace.total_ns[row]

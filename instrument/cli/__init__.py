@@ -89,7 +89,7 @@ def _discard_output() -> None:
 
 
 def flush_stream(stream: TextIO | None) -> None:
-    """Flush a stream. It is None if the process was started with the stream closed."""
+    """Flush a stream. The stream is None if it was closed when the process started."""
     if stream is not None:
         stream.flush()
 

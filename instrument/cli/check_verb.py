@@ -101,8 +101,7 @@ def _is_never_imported(verdict: Verdict, profile: Profile) -> bool:
 
 
 def check_command(profile: str, host: list[str], *, to_stderr: bool) -> tuple[list[Verdict], dict[str, Any]]:
-    """Run a command as `instrument run` does. Returns the verdicts of all processes, and facts for the JSON
-    document."""
+    """Run a command under `instrument run`. Return the verdicts of all processes, and facts for the JSON document."""
     if OFF:
         raise InstrumentError(f"check: the environment has {OFF}, so the command would not be instrumented; unset it")
     find_command("check", host)

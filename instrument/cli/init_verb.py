@@ -28,7 +28,7 @@ from instrument.proposal.observation import (
 from instrument.runtime.environment import INIT_FOLDER
 
 END_S = 30.0
-"""Seconds after SIGTERM at which a command that still runs is killed."""
+"""Seconds from SIGTERM until a command is killed."""
 
 OTHERS_S = 5.0
 """Seconds to wait, after the command's end, for observations from its other processes."""

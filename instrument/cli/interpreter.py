@@ -40,7 +40,7 @@ def run_command(
     *,
     to_stderr: bool,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command as `instrument run` does.
+    """Run a command under `instrument run`.
 
     Signals that end a process are forwarded to the command. The number of each forwarded signal is added to
     `handed_on`.

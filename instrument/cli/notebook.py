@@ -140,8 +140,8 @@ def load(
 def compare(before: Source | Sources, after: Source | Sources, **options: Any) -> Comparison:
     """Compare recordings from before and after a change, as in `instrument.compare("before", "after")`.
 
-    Each side is a path, a loaded trace, or a list with a path or trace per run. `options` are the options of
-    `instrument.summary`. This function needs `instrument-sdk[compare]`.
+    Each side is a path, a loaded trace, or a list of paths or traces. A list has an item per run. `options` are the
+    options of `instrument.summary`. This function needs `instrument-sdk[compare]`.
     """
     from instrument.report import comparison
     from instrument.report.view import Options

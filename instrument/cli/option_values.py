@@ -84,8 +84,7 @@ def _refuse_unknown_name(text: str, names: Collection[str]) -> None:
 
 
 def suggest_name(word: str, names: Iterable[str]) -> str:
-    """Return the end of an error message, which suggests the most similar name. Return an empty string if no name is
-    similar."""
+    """Return a suggestion for the end of an error message, or an empty string if no name is similar."""
     name = find_most_similar(word, names)
     return f"; did you mean {name!r}?" if name else ""
 
@@ -139,7 +138,7 @@ WITHOUT_PROFILE = (
 
 
 def choose_profile_file(options: argparse.Namespace) -> tuple[str, bool]:
-    """Return the file of the profile, and True if it is the default because the user has not named a profile."""
+    """Return the path of the profile. The boolean is True if the user has chosen no profile."""
     if options.profile and options.preset:
         raise InstrumentError(
             f"the profile {options.profile} and --preset {options.preset} exclude each other; give one, or add the "

@@ -106,8 +106,7 @@ def run(options: argparse.Namespace, host: list[str]) -> int:
 
 
 def _name_run() -> str:
-    """Return a new name for a run, from the time. Inside another run, wait until the name differs from that run's
-    name."""
+    """Return a name for a new run, from the time. Wait if an outer run has the same name."""
     while (name := environment.make_run_name()) == os.environ.get(environment.RUN_VARIABLE):
         time.sleep(0.05)
     return name
@@ -134,10 +133,9 @@ def _start_agent(listener: socket.socket, run: str, environ: dict[str, str]) -> 
 
 
 def _original_environment() -> dict[str, str]:
-    """Return the environment for the service.
+    """Return the service's environment, including the entry that `opentelemetry-instrument` removes from PYTHONPATH.
 
-    `opentelemetry-instrument` removes itself from PYTHONPATH in this process. The initial environment is then returned,
-    so that OpenTelemetry also instruments the service.
+    OpenTelemetry thus also instruments the service.
     """
     file = getattr(sys.modules.get("sitecustomize"), "__file__", None)
     folder = os.path.dirname(os.path.abspath(file)) if file else ""  # noqa: PTH100, PTH120 - as on the path

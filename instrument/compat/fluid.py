@@ -50,7 +50,7 @@ _run: _Run | None = None
 
 
 def start_profiler(state: str, tracer_option: str = "Default") -> None:
-    """Start recording. If it is on, nothing changes.
+    """Start recording. If recording is already on, nothing changes.
 
     - `state`: "CPU", "GPU" or "All"
     - `tracer_option`: "Default", "OpDetail" or "AllOpDetail"

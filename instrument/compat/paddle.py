@@ -144,12 +144,12 @@ class RecordEvent:
         self._scope: Scope | None = None
 
     def begin(self) -> None:
-        """Begin the range. If it is open, nothing happens."""
+        """Begin the range. Nothing happens if the range is open."""
         if self._scope is None:
             self._scope = RECORDER.make_scope(self.name, **self._scope_arguments).start()  # type: ignore[arg-type]
 
     def end(self) -> None:
-        """End the range, on any thread or task. If it is not open, nothing happens."""
+        """End the range, on any thread or task. Nothing happens if the range is not open."""
         opened, self._scope = self._scope, None
         if opened is not None:
             opened.end()

@@ -36,8 +36,8 @@ from instrument.trace.trace import Trace
 SKIPPED_ITERATIONS = 5
 
 _EVALUATES = "autograd::engine::evaluate_function"
-"""The name prefix of the autograd operators that each enclose one operator of the backward pass. These enclosing
-operators are not printed."""
+"""The name prefix of autograd's enclosing operators, which are not printed. Each encloses an operator of the backward
+pass."""
 
 
 class Device:
@@ -77,7 +77,7 @@ class Device:
             leave_session(session)
 
     def SetSkipIteration(self, iterations: int) -> None:  # noqa: N802
-        """Exclude this number of first iterations from the mean times. Raises `ProfileError` for a negative number."""
+        """Exclude the first iterations from the mean times. Raises `ProfileError` for a negative number."""
         if not isinstance(iterations, int) or isinstance(iterations, bool) or iterations < 0:
             raise ProfileError([f"SetSkipIteration: found {iterations!r}; allowed: a whole number from 0"])
         self.skip_iteration = iterations
@@ -173,8 +173,7 @@ def _split_iterations(trace: Trace) -> list[Step]:
 def _compute_mean_times(trace: Trace, skip: int) -> tuple[Mapping[tuple[str, str, int], float], int]:
     """Return the mean time of each operator in the order of execution, and the number of timed iterations.
 
-    The key of a mean time has the operator's name and kind, and the number of earlier calls of the operator in the
-    iteration.
+    A key is the operator's name, the kind, and the number of earlier calls in the iteration.
     """
     by_id = {span.span_id: span for span in trace.spans}
     iterations = {

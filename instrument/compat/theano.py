@@ -114,7 +114,7 @@ class ProfileStats:
 
     @property
     def call_ns(self) -> int:
-        """The time of all calls that count in `calls`, in nanoseconds."""
+        """The total time of the calls in `calls`, in nanoseconds."""
         return _sum_outermost_calls(self._make_tally()).total_ns
 
     def summary(
@@ -180,7 +180,7 @@ class _TorchRun:
             self._since_ns = time.monotonic_ns()
 
     def end_profiler(self) -> Tally:
-        """End torch.profiler. Return the tally of the calls and of torch's operators that it recorded."""
+        """End torch.profiler. Return the tally of the recorded calls and torch operators."""
         profiler = self.profiler
         if profiler is not None and self._since_ns:
             self.profiler = None
@@ -201,12 +201,12 @@ def function(
 ) -> Callable[[Function], Function]:
     """Return a decorator that profiles a function.
 
-    - `profile`: True, the message of a new profile, or a profile to share. False records nothing. The default is
-      `config.profile`
+    - `profile`: True for a new profile, the message of a new profile, or an existing profile. If False, nothing is
+      recorded. The default is `config.profile`
     - `name`: the name of the spans, by default the name of the function
 
-    A second function that is defined at the same line has a number after its name. Raises `ProfileError` if the inputs
-    and outputs of a graph are given.
+    If two functions are defined at the same line, the second name ends with a number. Raises `ProfileError` if the
+    inputs and outputs of a graph are given.
     """
     if graph:
         raise ProfileError(

@@ -38,10 +38,10 @@ SLEW = 500e-6
 """The maximum rate at which NTP slews the host's clock, 500 ppm (adjtime(3))."""
 
 DRIFT = OSCILLATORS + SLEW
-"""The assumed drift between a device's clock and the host's until a second anchor measures it."""
+"""The assumed drift between a device's clock and the host's clock, until two anchors give a measurement."""
 
 WANDER = 10e-6
-"""The assumed maximum change, within seconds, in the ratio of two oscillators' rates."""
+"""The assumed maximum change of a clock's relative rate within seconds."""
 
 JUMP = 2e-3
 """The maximum deviation of a clock's rate from 1. A larger deviation means that a clock was set or stopped."""
@@ -49,7 +49,7 @@ JUMP = 2e-3
 READINGS = 3
 
 LOOSE_NS = 5 * 10**5
-"""The maximum uncertainty of an anchor in ns. After an anchor with more, another anchor is taken soon."""
+"""The maximum uncertainty of an anchor in ns. If an anchor is less certain, another anchor is taken soon."""
 
 _GRAINS_NS = (0.0, *(2.0 ** (bits - 24) * 1e6 for bits in range(1, 24)))
 
@@ -182,7 +182,7 @@ class Anchors:
         return int(driver.NOT_READY)
 
     def adopt_event_as_anchor(self, event: Any, since_ns: int, until_ns: int) -> int:
-        """Use an event of the service's stream as an anchor. It happened between the host times `since_ns` and
+        """Use an event of the service's stream as an anchor. The event happened between the host times `since_ns` and
         `until_ns`."""
         half_ns = (until_ns - since_ns + 1) // 2
         return self._add_anchor(Anchor(event, since_ns + half_ns, half_ns, self._measure_clock_difference()))
@@ -275,7 +275,7 @@ class Anchors:
         return 0, AnchoredMoment(host_ns, round(uncertainty_ns), is_near)
 
     def _measure_rate_change(self, lead: Lead) -> float:
-        """Return the maximum error in ns of predicting `lead` from the growth before the newest anchor."""
+        """Return the maximum ns by which `lead` differs from the earlier anchors' prediction."""
         before, usual = self._anchors[-1].lead, self._anchors[-2].lead_rate if len(self._anchors) > 1 else None
         bent_ns = abs(lead.lead_ns - before.lead_ns - (usual or 0.0) * (lead.at_ns - before.at_ns))
         return bent_ns + before.uncertainty_ns + lead.uncertainty_ns

@@ -43,7 +43,7 @@ CAPTURE_ERRORS = frozenset(range(900, 909))
 """The driver's errors about a capture. The device still works afterwards."""
 
 FATAL = frozenset({3, 4, 46, 214, 220, 226, 700, 702, 709, 710, *range(714, 720), 721, *range(800, 811), 999})
-"""The driver's permanent errors, such as no CUDA, a destroyed context, a failed kernel or a lost device."""
+"""The driver's permanent errors, such as a missing CUDA, a destroyed context, a failed kernel or a lost device."""
 
 _NON_BLOCKING = 1
 _THREAD_LOCAL, _RELAXED = 1, 2
@@ -67,7 +67,7 @@ def explain_missing_driver() -> str:
 
 def explain_version_conflict(bindings: str, driver: int) -> str:
     """Return the reason why a version of cuda-bindings does not fit a driver, with the remedy. Return an empty string
-    if it fits.
+    if the versions fit.
 
     - `bindings`: the version of cuda-bindings, or empty
     - `driver`: the newest CUDA version that the driver supports, such as 13010 for 13.1, or 0 if it is unknown
@@ -292,8 +292,8 @@ class CudaDriver:
         return None if read is None or now != recorder.now_ns else functools.partial(read, self._record, self._query)
 
     def measure_pairs(self, anchor: Any, pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int, int]]:
-        """Return the error code, the length and the start of each pair of events. The list ends before the first
-        unfinished pair.
+        """Return an error code, a length and a start for each pair of events. The list ends before the first unfinished
+        pair.
 
         Times are in nanoseconds. The start counts from the event `anchor`, and is 0 without an anchor.
         """
@@ -331,7 +331,7 @@ COPIES = ("host_to_device", "device_to_host", "device_to_device")
 
 
 def make_torch_reader(torch: Any) -> Current | None:
-    """Return a function that returns torch's current stream. Return None for a torch without CUDA."""
+    """Return a function that reads torch's current stream, or None if torch has no CUDA."""
     native = getattr(torch, "_C", None)
     raw, device = getattr(native, "_cuda_getCurrentRawStream", None), getattr(native, "_cuda_getDevice", None)
     if raw is None or device is None:
@@ -349,9 +349,9 @@ def make_torch_reader(torch: Any) -> Current | None:
 
 
 def make_cupy_reader(cupy: Any, has_context: Callable[[], bool]) -> Current:
-    """Return a function that returns cupy's current stream, or None while no CUDA context exists.
+    """Return a function that reads cupy's current stream. The function returns None while no CUDA context exists.
 
-    Without a context, cupy is not asked, because it would create one.
+    If no context exists, cupy is not called, because cupy would create a context.
     """
     stream, device = cupy.cuda.get_current_stream, cupy.cuda.runtime.getDevice
 
@@ -420,10 +420,10 @@ class NumbaStreams:
 
 
 def select_streams(places: Sequence[Stream]) -> Sequence[Stream]:
-    """Return the streams on which work may run, without duplicates, from the current streams of all frameworks.
+    """Return the streams on which work may run. `places` has the current streams of all frameworks.
 
-    A framework without work reports the default stream. That stream is left out if a framework uses another stream of
-    the device, because an event on the default stream blocks other streams.
+    Duplicates are removed. The default stream is left out if the device has another stream, because an event on the
+    default stream blocks other streams.
     """
     devices = {device for device, stream in places if stream > 1}
     return [place for place in dict.fromkeys(places) if place[1] > 1 or place[0] not in devices]

@@ -19,7 +19,7 @@ from instrument.runtime.cheap_start import NamedTuple
 STREAMS_KNOWN = 1024
 
 STREAMS_KEPT = 256
-"""The maximum number of streams per context whose state is kept. Beyond it, idle streams are dropped."""
+"""The number of streams per context above which the state of idle streams is dropped."""
 
 
 class Times(Protocol):
@@ -168,7 +168,7 @@ class Context:
         """The stream on which an end was last observed, if the device is too busy for anchors."""
 
     def note_stream_number(self, stream: int, number: int) -> None:
-        """Note the number of the stream that a handle now means. The driver reuses handles, but not numbers."""
+        """Note a stream's number under the stream's handle. The driver reuses handles, but not numbers."""
         if len(self.numbers) >= STREAMS_KNOWN:
             self.numbers.clear()
         self.numbers[stream] = number
@@ -213,7 +213,10 @@ class Context:
 
 
 STALE_NS = 10**6
-"""The uncertainty in ns above which an interval is `stale`, if it also exceeds a tenth of the interval."""
+"""The uncertainty in ns above which an interval may be `stale`.
+
+A `stale` interval's uncertainty also exceeds a tenth of the interval.
+"""
 
 LAUNCH_NS = 20_000
 """A device interval is labelled launch-bound if it ends at most this many ns after the span's end."""

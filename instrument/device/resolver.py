@@ -219,8 +219,7 @@ class Resolver:
             FAULTS.note("device thread", fault)
 
     def resolve_ended_pairs(self, *, growing: bool = True) -> tuple[bool, bool]:
-        """Read the times of ended pairs. The first result is True if a pair had ended, the second if pairs are still in
-        flight."""
+        """Read the times of ended pairs. Return two flags: a pair had ended, and pairs are still in flight."""
         moved, driver = self._store_untimed_spans(), self._driver
         while self.finished:
             self._count_completed_span(self.finished.popleft())
@@ -292,9 +291,9 @@ class Resolver:
             self.count_error(context, error)
 
     def watch_busy_devices(self) -> bool:
-        """Poll busy devices until a pair ends. Return True if a pair has ended.
+        """Poll busy devices until a pair ends. Return False if no pair ends in time.
 
-        The observed end then serves as an anchor, an event with a known host time.
+        The observed end serves as an anchor, which is an event with a known host time.
         """
         watched = [self._watch_context(context) for context in list(self.contexts.values()) if context.alive]
         return any(watched)

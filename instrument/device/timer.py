@@ -219,10 +219,9 @@ class Timer:
         self.wake()
 
     def _retry_record_in_context(self, context: Context, event: Any, stream: int, refused: int) -> int:
-        """Record an event again after a failure, with the event's context as the current one. Return the driver's
-        answer.
+        """Record an event again, in the event's own context. Return the driver's answer.
 
-        If another context would not help, return `refused`, the answer to the first attempt.
+        Return `refused`, the answer to the first attempt, if another context would not help.
         """
         driver = self.driver
         is_other = -refused == cuda.BAD_HANDLE and stream <= cuda.PER_THREAD

@@ -128,10 +128,10 @@ def explanations(spans: Any, most: int = 10) -> Any:
 
 
 def changes(before: Iterable[Any], after: Iterable[Any]) -> Any:
-    """Return an Arrow table of the call paths whose time changed between two versions, as `instrument compare` finds
-    them.
+    """Return an Arrow table of the call paths whose time changed between two versions.
 
-    `before` and `after` each have a table of spans per run.
+    `instrument compare` finds the same changes. `before` and `after` are the two versions: a table of spans for each
+    run.
     """
     recordings = [[recording(spans) for spans in side] for side in (before, after)]
     rows = compare(recordings[0], recordings[1], Options()).changes if all(recordings) else ()

@@ -32,7 +32,7 @@ SALT_VARIABLE = "INSTRUMENT_INIT_SALT"
 """The environment variable with the secret key of the digests. Each `instrument init` makes a new key."""
 
 LOOKS = 1000
-"""The number of first calls that are examined per function."""
+"""The maximum number of calls to examine per function."""
 
 ITEMS = 64
 """The maximum number of items to examine in a sequence or mapping."""

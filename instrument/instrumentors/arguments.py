@@ -81,7 +81,7 @@ class CallReader:
         self.missing: list[str] = []
 
     def find_path_parameter(self, path: str, *, in_result: bool = True) -> tuple[Parameter, ...]:
-        """Return a tuple with the first parameter of a path. It is empty if the function has no such parameter."""
+        """Return the first parameter of a path as a tuple. Return () if the function has no such parameter."""
         name = first_name_of_path(path)
         parameter = RESULT if name == RETURN and in_result else parameter_of(self.function, name)
         if isinstance(parameter, str):

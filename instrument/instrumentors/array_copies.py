@@ -410,9 +410,10 @@ def _is_asynchronous(args: Any, kwargs: Any) -> bool:
 
 
 def _make_device_use_tests(torch: Any) -> list[Callable[[], bool]]:
-    """Return a test for each kind of device in this build of torch. A test is True once the process uses such a device.
+    """Return a test for each kind of device in this build of torch. A test returns True if the process has used such a
+    device.
 
-    The tests do not call the driver, because that would break forked children.
+    The tests do not call the driver, because a call would break forked children.
     """
     version = getattr(torch, "version", None)
     tests: list[Any] = []

@@ -39,7 +39,8 @@ class Transfer(NamedTuple):
 
 
 Facts = Callable[[Any, Any, Any], Transfer | None]
-"""A function of (result, `args`, `kwargs`) that returns the transfer of a call, or None without a copy."""
+"""A function of (result, `args`, `kwargs`) that returns the transfer of a call. It returns None if the call copies
+nothing."""
 
 NOWHERE = object()
 
@@ -223,10 +224,10 @@ class PatchedFunctions:
         self._undos.append(replace_attribute(owner, name, replacement))
 
     def wrap_functions(self, module: Any, names: Iterable[str], facts: Facts, stream: Stream | None = None) -> None:
-        """Replace those functions in `names` that a module has. `replace_in_all_modules` later replaces them in other
-        modules.
+        """Replace the functions `names` of a module, and skip missing functions.
 
-        Do not use this for functions that numba or torch.compile compares by identity.
+        Later, `replace_in_all_modules` replaces the functions in other modules. Do not use this for functions that
+        numba or torch.compile compares by identity.
         """
         for name in names:
             function = getattr(module, name, None)
@@ -296,7 +297,7 @@ class PatchedFunctions:
 
 
 def direction_between(source: object, target: object) -> str:
-    """Return the direction of a copy between two memories. None means the host, any other object a device."""
+    """Return the direction of a copy between two memories. None means the host. Any other object means a device."""
     if source is None or target is None:
         return f"{'h' if source is None else 'd'}2{'h' if target is None else 'd'}"
     return "d2d" if source == target else "p2p"

@@ -208,13 +208,13 @@ def profiled(name: Any = None, *, kind: str | None = None, device: bool = False,
     """Record each call of a function, or each call of the public methods of a class. Works as `@profiled` and as
     `@profiled("conv_layer", phase="compute", device=True)`.
 
-    - `name`: the name of the spans, by default that of the function
+    - `name`: the name of the spans. The default is the function's name
     - `kind`: the kind of work, "op" by default. The error for an unknown kind lists all kinds
     - `phase`: the part of the work, such as "prepare" or "post"
     - `device`: also take the time on the current stream of torch, cupy or numba
 
-    The function may be a coroutine function, a generator or a method. The decorator may be above or below others, such
-    as `classmethod`, `property`, `lru_cache` and `contextmanager`.
+    The function may be a coroutine function, a generator or a method. The decorator may be above or below other
+    decorators, such as `classmethod`, `property`, `lru_cache` and `contextmanager`.
 
     Returns the object itself when `INSTRUMENT=off`. Raises `TargetError` for an object that cannot be recorded.
     """

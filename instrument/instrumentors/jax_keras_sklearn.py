@@ -216,7 +216,8 @@ def _is_of_jax(jitted: Any) -> bool:
 
 KERAS_LAYER = "keras.src.layers.layer"
 KERAS_BACKENDS = ("jax", "torch", "numpy")
-"""The backends with which layers are recorded. Other backends trace calls in a way that looks like real calls."""
+"""The Keras backends with which layers are recorded. With other backends, traced calls cannot be distinguished from
+real calls."""
 
 _NOT_SELECTED = Site("(not selected)")
 

@@ -74,7 +74,7 @@ FAMILIES: Mapping[str, Family] = {
 """The class and the packages for each top-level key of a profile, in the order of attachment."""
 
 KEEPING = ("functions", "requests", "layers")
-"""The keys of a profile that keep the probes of unchanged rules when the profile changes."""
+"""The profile keys whose unchanged rules keep their probes when the profile changes."""
 
 
 def selectable_packages(profile: Profile, key: str) -> frozenset[str] | None:

@@ -31,11 +31,11 @@ _TORCH = "torch.utils.data.dataloader"
 def loader(iterable: T, name: str | None = None) -> T:
     """Record the time that each item of an iterable takes: ``for batch in loader(batches, "read"):``.
 
-    `iterable` may be an iterator or a generator, and may be asynchronous. `name` is the name of the spans, by default
-    that of the generator or class.
+    `iterable` may be an iterator or a generator, and may be asynchronous. `name` is the name of the spans. The default
+    is the name of the generator or class.
 
     Returns a proxy that behaves like the iterable, with its length, items, attributes and exceptions. Each `next` is a
-    span of kind `loader`, also the last one, which finds no item.
+    span of kind `loader`. The last `next`, which finds no item, is also a span.
 
     Returns the iterable itself when `INSTRUMENT=off`. Raises `TargetError` for an object that cannot be iterated.
     """

@@ -67,8 +67,7 @@ Timed = tuple[float, float, float]
 
 
 def _make_calls(recorder: Recorder) -> tuple[list[Site], dict[str, tuple[Run, Any, Run, Any]]]:
-    """Return the sites of empty functions. Also return a call with a probe and a call without, for each shape of
-    probe."""
+    """Return sites, and two calls per shape of probe: a call with a probe and a call without a probe."""
     from instrument.instrumentors.requests import asgi_wsgi_apps
     from instrument.instrumentors.requests.exchange import Exchanges
 
@@ -195,13 +194,13 @@ def measure_muted_call_ns() -> dict[str, float]:
 
 
 SWEPT_BYTES = 2 << 20
-"""The number of bytes that are read, and written, to evict the recorder's data from the L1 and L2 caches."""
+"""The bytes to read and write in order to evict the recorder's data from the L1 and L2 caches."""
 
 
 def measure_cold_cache_ns(*, with_ticks: bool = False) -> float:
-    """Measure the cost of a layer's span in ns if other work has evicted the recorder's data from the caches.
+    """Measure the cost of a layer's span in ns after other work has evicted the recorder's data from the caches.
 
-    The result is accurate to a third. The measurement takes 8 ms and 6 MiB.
+    The result may be wrong by a third. The measurement takes 8 ms and 6 MiB.
     """
     clock = time.perf_counter_ns
     memory, into = memoryview(bytes(2 * SWEPT_BYTES)), bytearray(SWEPT_BYTES)

@@ -66,7 +66,8 @@ def find_names_in_modules(things: Iterable[Any], spared: Collection[str] = ()) -
 
 
 def rebind_objects(pairs: Iterable[tuple[Any, Any]], *, spared: Collection[str] = ()) -> bool:
-    """Replace the first object of each pair by the second, under all names in modules. Return True if there was a name.
+    """Replace the first object of each pair by the second, under all names in modules. Return True if a module had such
+    a name.
 
     Modules of this package and of the `spared` packages are left out.
     """

@@ -62,7 +62,7 @@ class Paths:
         self._next_walk_ns = 0
 
     def add_child(self, parent: Any, name: str, child: Any) -> None:
-        """Note that `parent.name` is `child`. The first parent counts as long as it exists."""
+        """Note that `parent.name` is `child`. A child keeps its first parent as long as that parent exists."""
         if id(parent) not in self._parents:
             key = id(parent)
             self._parents[key] = weakref.ref(parent, lambda _: self._parents.pop(key, None))

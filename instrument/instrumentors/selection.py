@@ -99,8 +99,8 @@ class Selection:
         return family
 
     def attach_family(self, key: str) -> Any:
-        """Return the instrumentor for a key of the profile or None if the key has no rules. Load the instrumentor first
-        if necessary."""
+        """Return the instrumentor for a key of the profile, and load the instrumentor if necessary. Return None if the
+        key has no rules."""
         if key in self._unloaded:
             import_module(FAMILIES[key].module)  # not under our lock: another thread that imports may wait for it
         with self._lock:

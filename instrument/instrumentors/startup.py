@@ -116,8 +116,7 @@ LIMIT = 2_000
 OTHERS = "(other packages)"
 
 NEWEST = 4_096
-"""The maximum number of stored imports. The times of imports after the first request are sums over the stored
-imports."""
+"""The maximum number of stored imports. Older imports do not count in the sums for imports after the first request."""
 
 OWN = __name__.partition(".")[0]
 
@@ -213,8 +212,8 @@ class ImportTimes:
     def times_by_package(self, request_ns: int | None = None) -> tuple[ImportTime, ...]:
         """Return the times of finished imports by package.
 
-        Imports that began after `request_ns`, the start of the first request, also have a separate sum. It covers only
-        the newest `NEWEST` imports.
+        `request_ns` is the start of the first request. Later imports also have a sum of their own, over the newest
+        `NEWEST` imports.
         """
         late: Counter[str] = Counter()
         with self._lock:

@@ -78,7 +78,7 @@ class Target:
 
     @property
     def span_name(self) -> str | None:
-        """The qualified name of a function whose own name says nothing, such as `<lambda>`, otherwise None."""
+        """The qualified name if the function's own name says nothing, such as `<lambda>`. Otherwise None."""
         own_name = getattr(self.function, "__name__", "")
         part = self.qualname.rpartition(".")[2]
         return self.qualname if own_name in ("<lambda>", "_") or part in ("setter", "deleter") or "[" in part else None

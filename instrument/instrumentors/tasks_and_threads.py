@@ -87,7 +87,7 @@ STARTS = ("_start_new_thread", "_start_joinable_thread")
 
 
 def watch_thread_handovers(recorder: Recorder = RECORDER) -> Undo:
-    """Link a new thread, or a call in a thread pool, to the request that starts it. Return the function that stops
+    """Link each new thread and each call in a thread pool to the current request. Return the function that stops
     this."""
     undos: list[Undo] = []
 

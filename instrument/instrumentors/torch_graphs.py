@@ -18,7 +18,7 @@ from instrument.runtime import imports
 
 
 def exclude_from_compiler(torch: Any, functions: Iterable[Any]) -> None:
-    """Make torch.compile run functions as plain Python, even if it compiles their callers."""
+    """Exclude functions from torch.compile, even if the callers are compiled."""
     evaluation = _get_eval_frame(torch)
     if hasattr(evaluation, "set_code_exec_strategy"):  # from torch 2.8 on
         action = evaluation._FrameAction
@@ -34,8 +34,7 @@ def get_is_compiling(torch: Any) -> Callable[[], bool]:
 
 
 def get_evaluator_setter(torch: Any) -> Callable[[Any], Any]:
-    """Return torch's function that sets the thread's frame evaluator and returns the previous evaluator. The evaluator
-    None is Python's own."""
+    """Return torch's function that replaces the thread's frame evaluator. The evaluator None is Python's own."""
     set_evaluator: Callable[[Any], Any] | None = getattr(_get_eval_frame(torch), "set_eval_frame", None)
     return set_evaluator or (lambda evaluate: None)
 

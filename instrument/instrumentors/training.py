@@ -44,7 +44,7 @@ PASSES: Mapping[str, frozenset[str]] = {
     BACKWARD: frozenset({FORWARD, BACKWARD}),
     OPTIMIZER: frozenset({FORWARD, BACKWARD, OPTIMIZER}),
 }
-"""The phases during which a call is not recorded, by the call's phase. Only open phases of the call's thread count."""
+"""The outer phases inside which an inner phase is not recorded, by inner phase. Both run on one thread."""
 
 _WRAPPED_IN: Mapping[str, str] = {
     "OptimizedModule": "_orig_mod",
@@ -149,7 +149,7 @@ class Phases(Switch):
         return wrapper
 
     def _run_as_phase(self, phase: str, function: Callable[..., Any], thing: Any, args: Any, kwargs: Any) -> Any:
-        """Run a call, and record it as a phase. Calls in a thread's autograd task are a part of backward."""
+        """Run a call, and record it as a phase. Calls inside autograd's backward pass are not recorded."""
         if not self._attached or self._graph_task() != -1:  # a compiled model still calls its wrapper after `undo`
             return function(*args, **kwargs)
         inside = self._inside
@@ -194,7 +194,7 @@ class Phases(Switch):
     # ---------------------------------------------------------------- optimizers
 
     def _watch_optimizers(self, base: Any) -> None:
-        """Wrap the `step` of each optimizer class when torch patches it, at the first object of the class."""
+        """Wrap the `step` of each optimizer class when the first object of the class is made."""
         patch, attach = base._patch_step_function, self._wrap_optimizer_step
 
         @replaces_attribute(base, "_patch_step_function")
@@ -420,7 +420,7 @@ def _try_call(call: Callable[..., _Issued | None], *arguments: Any) -> _Issued |
 
 
 def _measure_largest_argument(arguments: Sequence[Any]) -> tuple[int, bool]:
-    """Return the bytes of the tensors in the largest argument, and True if any tensor is on a device."""
+    """Return the size of the largest argument in bytes. The second result is True if any tensor is on a device."""
     most, on_device = 0, False
     for argument in arguments:
         size, waiting = 0, [argument]

@@ -31,8 +31,7 @@ RECORDING = ("attached", "partly", "uncalled")
 """The states of a target whose calls are recorded."""
 
 _BY_KNOWLEDGE = ("partly", "attached", "compiled", "uncalled", "unmet", "unreachable", "not found", "waiting")
-"""The order of precedence of states. If several processes have verdicts on a rule, the first state in this order
-wins."""
+"""The states by precedence, for a rule with verdicts from several processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class Verdict:
 def merge_verdicts(verdicts: Iterable[Verdict]) -> list[Verdict]:
     """Merge the verdicts of several processes into one per target, in order of appearance.
 
-    A verdict on a whole rule remains only if no process has a target of the rule.
+    Drop the verdict on a whole rule if any process has a target of the rule.
     """
     whole: dict[tuple[str, str], Verdict] = {}
     for verdict in verdicts:
@@ -110,8 +109,8 @@ def drop_recorded_elsewhere(verdicts: Sequence[Verdict], marks: Set[str]) -> lis
 
 
 def write_check_report(folder: str, calls: int, profile: Profile, verdicts: Iterable[Verdict]) -> None:
-    """Write this process's verdicts for the command `instrument check`. A missing module gets a suggestion, the most
-    similar name."""
+    """Write this process's verdicts for the command `instrument check`. The verdict on a missing module suggests the
+    most similar name."""
 
     def add_nearest_module(verdict: Verdict) -> Verdict:
         texts = [text for rule in profile.functions if rule.text == verdict.rule for text in rule.match]
@@ -138,7 +137,7 @@ def read_check_reports(folder: str) -> list[dict[str, Any]]:
 
 
 def suggest_nearest(word: str, names: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the end of a message that names the most similar name, "" if none is similar."""
+    """Return a suggestion of the most similar name, for the end of a message. Return "" if no name is similar."""
     from instrument.profile.document import find_most_similar
 
     name = find_most_similar(word, names, cutoff)

@@ -35,7 +35,8 @@ KEPT = 1024
 """The maximum number of objects whose devices are cached. At the limit the cache is emptied."""
 
 SELDOM = 1024
-"""The maximum number of calls between two searches of an object without a model. The number doubles from 1."""
+"""The maximum number of calls between two searches of an object. The number starts at 1, and doubles after a search
+without a result."""
 
 ITEMS = 64
 """The maximum number of items to examine per container in a call's arguments."""
@@ -88,7 +89,7 @@ class ModuleWork:
 
 
 def list_tensors(module: Any) -> list[Any]:
-    """Return a module's parameters and, if no parameter is on a device, also its buffers."""
+    """Return a module's parameters. Include the module's buffers if no parameter is on a device."""
     parameters = list(module.parameters())
     return parameters if any(parameter.is_cuda for parameter in parameters) else [*parameters, *module.buffers()]
 
@@ -96,8 +97,8 @@ def list_tensors(module: Any) -> list[Any]:
 def find_tensor_nearby(
     module: Any, parent_of: Callable[[Any], Any], children: Callable[[Any], Iterable[Any]]
 ) -> list[Any]:
-    """Return a list with one tensor of a neighbouring module, [] if there is none. A tensor on a device is preferred.
-    The search begins with the preceding modules, because they make the module's input."""
+    """Return a list with one tensor of a neighbouring module, preferably on a device. Return [] without such a tensor.
+    Search the preceding modules first, because they make the module's input."""
     host_tensors: list[Any] = []
     while (parent := parent_of(module)) is not None:
         around = [child for child in children(parent) if child is not None]

@@ -12,7 +12,7 @@ class BuildRecorder(build_ext):  # type: ignore[misc]  # setuptools has no types
     """A setuptools command that builds the extension for CPython with the GIL."""
 
     def run(self) -> None:
-        """Build, unless this Python cannot use the recorder. Raises `SystemExit` if the compiler fails."""
+        """Build the extension in C, unless this Python cannot use it. Raises `SystemExit` if the compiler fails."""
         has_lock = getattr(sys, "_is_gil_enabled", None)
         if sys.implementation.name != "cpython" or (has_lock is not None and not has_lock()):
             return

@@ -75,7 +75,7 @@ class Ids:
 
 
 def _make_uuid() -> str:
-    """Return a random UUID, version 4, without the modules and patterns that `uuid` loads."""
+    """Return a random UUID, version 4, without importing `uuid`."""
     number = int.from_bytes(os.urandom(16), "big") & ~(0xF << 76 | 0x3 << 62) | 0x4 << 76 | 0x2 << 62
     text = f"{number:032x}"
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

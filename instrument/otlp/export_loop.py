@@ -34,7 +34,7 @@ BEHIND_NS = 5 * 10**9
 """Nanoseconds after which requests are settled although the collector has not accepted earlier spans."""
 
 MOST_LOOKS = 20
-"""The maximum number of times that all recordings are read before a scrape is answered, or spans are flushed."""
+"""The maximum number of reads of all recordings for one scrape or flush."""
 
 UNREAD_LIMIT_S = 1.0
 """Seconds to wait for space in the exporter's queue before the export of a window fails."""
@@ -182,7 +182,7 @@ class ExportLoop:
 
     @property
     def is_paused(self) -> bool:
-        """True if a recording is not read further because the exporter has no space for more spans."""
+        """True if the exporter has no space for more spans of a recording."""
         return any(export.is_behind for export in list(self.recordings.values()))
 
     def read_new_rows(self, *, at_once: bool = False, metered: RecordingExport | None = None) -> bool:
@@ -196,8 +196,8 @@ class ExportLoop:
             pass
 
     def await_earlier_sessions(self, until: float) -> bool:
-        """Wait until the export of an earlier session ends, so that a later session can be exported. Return False if no
-        session waits, or at the time `until`."""
+        """Wait up to the time `until` for the export of an earlier session to end. Return True if a later session can
+        now be exported."""
         waiting = self._find_waiting_sessions()
         while waiting and any(export.is_ours for export in self.recordings.values()) and time.monotonic() < until:
             self.end_settled_exports()
@@ -221,6 +221,10 @@ class ExportLoop:
         Return False if earlier rows cannot be read within `UNREAD_LIMIT_S`, because the exporter's queue is full.
         """
         spans, until = export.read_spans_between(begin_ns, end_ns), time.monotonic() + UNREAD_LIMIT_S
+        if export.current_reading is None:
+            self.read_new_rows()
+        if export.current_reading is None:
+            self.read_new_rows()
         export.keep_open_requests(spans)
         while self.read_new_rows(at_once=True) or self.is_paused:
             if time.monotonic() > until:
@@ -273,7 +277,7 @@ class ExportLoop:
 
     @property
     def _is_ahead(self) -> bool:
-        """True if a recording is not read further before the next round of settling, although its spans can be sent."""
+        """True if a recording is not read further before the next round of settling."""
         sending = (export.current_reading for export in self.recordings.values() if not export.is_behind)
         return any(reading is not None and reading.reader.is_ahead for reading in sending)
 

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from instrument.trace.columns import Columns, Int64s
 
 LEAST_REQUEST_BYTES = 64 << 10
-"""The lowest size limit of requests in bytes. Refusals by the collector cannot reduce the limit further. A queue of
-this size is sent at once."""
+"""The lowest size limit in bytes after refusals of large requests. A queue of this size is sent at once."""
 HALVINGS = 12
 """The maximum number of consecutive halvings of a request that the collector refuses as too large."""
 
@@ -189,7 +188,7 @@ class Exporter:
         return self._sender
 
     def send(self, bodies: Iterable[Body]) -> Delivery:
-        """Send packed requests on the calling thread, in place of `start` and `submit`. Stops at the first request that
+        """Send packed requests on the calling thread, without the export thread. Stops at the first request that
         fails."""
         self.import_sending_modules()
         with self._queue.lock:
@@ -276,8 +275,8 @@ class Exporter:
     def stop(self, timeout_ns: int) -> Delivery:
         """Flush within `timeout_ns` and end the thread, even if the collector never answers. `start` begins again.
 
-        Returns at most 0.2 s after `timeout_ns`. Spans in the queue then count as dropped, spans of the running request
-        as failed.
+        Returns at most 0.2 s after `timeout_ns`. Spans in the queue then count as dropped. Spans of the running request
+        count as failed.
         """
         self._stop_at_ns = time.monotonic_ns() + timeout_ns
         self._halt.put(None)
@@ -366,7 +365,7 @@ class Exporter:
                     self._metered = tuple(sorted(self._metered, key=lambda metered: metered is source))
 
     def _send_process_metrics(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
-        """Send a process's metrics. Return False if the metrics of other processes must wait after a failure.
+        """Send a process's metrics. Return False if a failure also delays the metrics of other processes.
 
         A pause that the collector asks for delays later metrics, not spans.
         """
@@ -389,8 +388,8 @@ class Exporter:
         return True
 
     def _deliver_request(self, sender: Sender, request: QueuedRequest) -> None:
-        """Send one request, in halves if the collector finds it too large. If the collector asks for a pause, all spans
-        wait."""
+        """Send one request. Split the request into halves if the collector finds it too large. If the collector asks
+        for a pause, all spans wait."""
         timeout_ns = self._settings.timeout_ns
         last_ns = time.monotonic_ns() + timeout_ns
         suppress_instrumentation()

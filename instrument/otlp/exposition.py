@@ -70,7 +70,7 @@ def require_prometheus() -> None:
 
 
 def make_registry(make: Callable[[], Iterable[MetricAndOrigin]]) -> CollectorRegistry:
-    """Return a registry for `prometheus_client`. It calls `make` for the current metrics at each output."""
+    """Return a registry for `prometheus_client`. Each output calls `make` for the current metrics."""
     from prometheus_client import CollectorRegistry
 
     class Collected:

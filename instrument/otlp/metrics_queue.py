@@ -33,7 +33,8 @@ DELAY_NS = 10 * 10**9
 """Nanoseconds for which samples are gathered before they are sent in a request."""
 
 REQUEST_SAMPLES, LEAST_REQUEST_SAMPLES = 1_000, 100
-"""The maximum number of samples or series per request: at first, and after several refusals by the collector."""
+"""The maximum number of samples or series per request. Refusals by the collector reduce the first number to the
+second."""
 
 PATIENCE_NS = 2 * 10**9
 """The maximum time in ns for which a request of metrics may delay the spans that wait behind it."""
@@ -117,8 +118,8 @@ class Metrics:
             return cast("dict[str, Any]", msgspec.to_builtins(state, enc_hook=int))
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of another exporter. A malformed state raises an error of
-        `export_checkpoint.DAMAGED`."""
+        """Continue from the state of another exporter. Raises an error in `export_checkpoint.DAMAGED` for a malformed
+        state."""
         before = msgspec.convert(state, _State, strict=False)
         with self._lock:
             self._start_ns, self._start_realtime_ns = before.start_ns, before.start_realtime_ns

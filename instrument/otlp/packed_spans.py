@@ -220,7 +220,7 @@ class SpanPacker:
     def _add_heads(
         self, rests: Objects, size: Int64s, ids: RowIds, starts: Int64s, ends: Int64s, numbers: Mapping[str, Number]
     ) -> tuple[Objects, Int64s]:
-        """Return the head and the rest of each span, and the size of each span."""
+        """Add the head to the rest of each span. Return the spans and the sizes of the spans."""
         form = self._form
         pieces = np.empty((len(rests), 2), dtype=object)
         pieces[:, 1] = rests

@@ -56,8 +56,8 @@ _FILLED = frozenset(
 
 
 def find_cause_link(attributes: Mapping[str, object], linked: Callable[[int, int], LinkedSpan]) -> LinkedSpan | None:
-    """Return the link in a span's attributes. It leads to the ended span that started the task or thread, or to the
-    caller's span."""
+    """Return the link in a span's attributes: to the caller's span, or to the ended span that started the task or
+    thread."""
     state = attributes.get(LINK_STATE)
     state = state if isinstance(state, str) else ""
     remote = attributes.get(LINK_REMOTE)
@@ -142,8 +142,7 @@ def _rename_attributes(kind: str, attributes: Iterable[tuple[str, object]]) -> d
 
 
 def convert_value(value: object) -> object:
-    """Convert a value for OTLP. An object without a form in OTLP, such as a tensor, is not read: the name of its type
-    is returned."""
+    """Convert a value for OTLP. Return the type's name for an object that OTLP cannot represent, such as a tensor."""
     if isinstance(value, str):
         return str.__str__(value).encode("utf-8", "replace").decode()
     if isinstance(value, bool):
@@ -169,7 +168,7 @@ def pack_request(
 ) -> bytes:
     """Pack an OTLP request: a packed resource with spans or metrics. Entries in `foreign` get no schema URL.
 
-    `size_bytes` is the size of all pieces, None to add it up.
+    `size_bytes` is the size of all pieces. If it is None, the size is computed.
     """
     scope = pack_field(b"\x0a", pack_text(b"\x0a", SCOPE) + pack_text(b"\x12", find_version()))
     schema = pack_text(b"\x1a", SCHEMA_URL)

@@ -44,7 +44,7 @@ from instrument.trace.trace import columns_of_spans, make_spans
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
 
 WAITING_SPANS = 20_000
-"""The number of unsent spans in the exporter above which it stops reading rows. The rows wait in the recording."""
+"""The number of unsent spans above which the exporter stops reading rows. Further rows wait in the recording."""
 
 LAST_METRICS_S = 5.0
 """The maximum seconds to send the last metrics of a session after a new session has begun."""
@@ -163,7 +163,7 @@ class RecordingExport:
 
     @property
     def current_reading(self) -> _Reading | None:
-        """The current reading, None before the first read, or while another exporter has the recording."""
+        """The current reading. None before the first read, and while another exporter has the recording."""
         return self._reading if self.is_ours else None
 
     def take_settled_rows(self, settled: Settled, settled_ns: int) -> None:
@@ -275,7 +275,7 @@ class RecordingExport:
         self._progress.fates["kept"] += spans + intervals
 
     def write_counts(self) -> None:
-        """Write the counts of spans into the recording: spans that are being sent, and ended spans by fate."""
+        """Write into the recording the number of spans that are being sent, and the number of ended spans by fate."""
         with self._lock:
             reading = self._reading
             if not self.is_ours or reading is None:
@@ -295,26 +295,27 @@ class RecordingExport:
                 self._reading.metering.note_sent()
 
     def keep_open_requests(self, spans: Sequence[Span]) -> None:
-        """Let tail sampling keep the open requests among the spans, even without an error."""
+        """Make tail sampling keep the requests of open spans, even requests without an error."""
         reading = self._reading
         if reading is not None:
-            rows = reading.reader.rows
-            rows.sampler.wanted |= {span.root_id for span in spans} & {span.root_id for span in rows.opened.values()}
+            roots = {span.root_id for span in spans if span.clipped and span.root_id & REQUEST_BIT}
+            reading.reader.rows.sampler.wanted |= roots - reading.reader.rows.decided.keys()
 
     def select_unsent_spans(self, spans: Sequence[Span]) -> list[Span]:
-        """Return the spans that were not and will not be sent. All rows of ended spans must have been read."""
+        """Return the ended spans that the exporter never sends. All rows of ended spans must have been read."""
         reading = self._reading
         if reading is None:
-            return list(spans)
+            return [span for span in spans if not span.clipped]
         rows = reading.reader.rows
         sample = rows.sampler.capture.sample
-        unsent_spans = [span for span in spans if not _is_or_will_be_sent(span, rows, sample)]
+        unsent_spans = [span for span in spans if not (span.clipped or _is_or_will_be_sent(span, rows, sample))]
         rows.drop_requests({span.root_id for span in unsent_spans if span.root_id & REQUEST_BIT})
         return unsent_spans
 
     def read_spans_between(self, begin_ns: int, end_ns: int) -> list[Span]:
+        """Return the spans that overlap an interval. Open spans are `clipped`."""
         spans = read_spans_and_tally(self.mapped, begin_ns).trace.spans
-        return [span for span in spans if span.start_ns < end_ns and not span.clipped]
+        return [span for span in spans if span.start_ns < end_ns]
 
     def send_spans(self, spans: Sequence[Span]) -> None:
         """Send spans of a window, even if tail sampling has dropped them."""
@@ -351,7 +352,7 @@ class RecordingExport:
         return self._reading is not None and source in (self._reading.source, self._reading.derived)
 
     def settle_remaining_spans(self) -> bool:
-        """Send all due spans. Return True if no span waits, and the metrics of an ended process are sent."""
+        """Send all due spans. Return True if no spans, and no metrics of an ended process, remain."""
         reading = self._reading
         if reading is None:
             return True

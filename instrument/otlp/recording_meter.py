@@ -172,8 +172,8 @@ class Metering:
         return time.monotonic_ns() >= self._due_ns
 
     def _take_snapshot(self, until_ns: int) -> None:
-        """Take a snapshot of the metrics of all rows read so far, and the new samples of gauges. The caller has read
-        all rows that ended by `until_ns`."""
+        """Take a snapshot of the metrics and of the new samples of gauges. All rows that ended by `until_ns` must have
+        been read."""
         metrics, header = self.metrics, self._mapped.header
         if self._mapped.generation != self._generation:
             return  # what is there by now is another session's
@@ -260,8 +260,7 @@ class Metering:
 
     @property
     def has_settled_metrics(self) -> bool:
-        """True if the last metrics were sent, or were dropped after an attempt. An unanswered attempt is repeated until
-        the exporter's time-out."""
+        """True if no metrics wait to be sent. An unanswered attempt is repeated until the exporter's time-out."""
         if not self.metrics.has_waiting_metrics():
             return True
         self._exporter.send_soon()

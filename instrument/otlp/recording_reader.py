@@ -33,7 +33,7 @@ DEVICE_WAIT_NS = 2 * 10**9
 """The maximum time in ns for which spans wait for their device times before they are sent."""
 
 INTERVALS_KNOWN = 4_096
-"""The maximum number of stored counts of device intervals. Each count is stored with its time."""
+"""The maximum number of stored pairs of a time and the number of device intervals at that time."""
 
 _WATCHED = (FIRST_ITEM.encode(), BATCH_KEYS.encode())
 
@@ -198,8 +198,8 @@ class RecordingReader:
         return replace(trace, device=device) if len(device) else trace
 
     def find_intervals(self, span_id: Int64s, asking: Int64s, start_ns: Int64s) -> DeviceIntervals:
-        """Return the device intervals of the rows with the numbers `asking`. `span_id` and `start_ns` have the ids and
-        the start times of all rows."""
+        """Return the device intervals of some rows. `asking` has the numbers of the rows. `span_id` and `start_ns`
+        describe all rows."""
         first_ns = int(start_ns[asking].min())
         since = next((count for at_ns, count in reversed(self._interval_counts) if at_ns <= first_ns), 0)
         cells = self._mapped.read_intervals(since)

@@ -62,8 +62,8 @@ CERTAIN = ("process.pid", "instrument.profile.generation", "instrument.profile.d
 def merge_resource_attributes(
     origin: Origin, instance: str, detected: Mapping[str, object], provider: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the resource of this process. Attributes of the service's tracer provider have priority, then the
-    profile's, then detected attributes."""
+    """Return the resource of this process. The order of priority is: the service's tracer provider, the profile,
+    detected attributes."""
     own_attributes = make_resource(replace(origin, host=origin.host or socket.gethostname(), pid=os.getpid()), instance)
     merged = {**own_attributes, **detected}
     for attributes in ({"service.name": origin.service}, provider):

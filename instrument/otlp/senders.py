@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 @cache
 def import_once(name: str) -> Any:
-    """Import a module, or return the cached module. The exporter of an agent imports `http.client` without TLS, and
-    caches it."""
+    """Import a module, or return the cached module. In an agent's exporter, the cache has `http.client` without TLS."""
     return import_module(name)
 
 
@@ -269,8 +268,7 @@ def _judge_response(response: HTTPResponse, content: bytes, spans: int) -> Respo
 
 
 def parse_partial_success(answer: bytes) -> tuple[int, str]:
-    """Return the number of rejected spans and the reason from a successful answer. A malformed answer has the number
-    0."""
+    """Parse a successful answer. Return the number of rejected spans, 0 for a malformed answer, and the reason."""
     match = _PARTIAL_SUCCESS.match(answer)
     if match is None:
         return 0, ""
@@ -379,7 +377,7 @@ class GrpcSender(Sender):
     abort = close
 
     def after_fork_in_child(self) -> None:
-        """Keep the parent's channel open, because a child that closes it or garbage-collects it can hang."""
+        """Keep the parent's channel open. Closing or collecting the channel can hang the child."""
         self._of_parents.append(self._channel)
         self._channel = None
 

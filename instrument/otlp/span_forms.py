@@ -167,7 +167,7 @@ def split_into_requests(
 INTERNAL, SERVER, OK, ERROR = 1, 2, 1, 2
 
 SPANS_IN_A_LINE = 1_000
-"""The number of spans after which a JSON line ends with the current span tree."""
+"""The number of spans after which a JSON line ends. The current span tree is completed first."""
 
 
 def make_json_lines(packed: Iterable[PackedRows], resource: Mapping[str, object], roots: Int64s) -> Iterator[bytes]:

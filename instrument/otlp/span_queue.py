@@ -25,10 +25,10 @@ QUEUE_BYTES = 16 << 20
 
 CLOCK_RENEWAL_NS = 60 * 10**9
 CLOCK_DRIFT_NS = 10**6
-"""The drift of the wall clock in ns above which it is corrected."""
+"""The drift of the wall clock in ns above which the drift is corrected."""
 
 CLOCK_STEP_NS = 5 * 10**8
-"""The change of the wall clock in ns above which the change counts as a step. A smaller change is drift."""
+"""The maximum change of the wall clock in ns that counts as drift. A larger change is a step."""
 
 FATES = ("offered", "exported", "rejected", "failed", "dropped", "pending")
 SENDING = "sending"
@@ -142,7 +142,7 @@ class RequestQueue:
                 self._in_flight[:] = [*(peer for peer in self._in_flight if peer is not request), *parts]
 
     def settle_request(self, request: QueuedRequest, verdict: Response) -> None:
-        """Count the spans of a request in flight by fate. Spans of a request that was given up are counted already."""
+        """Count the spans of a request in flight by fate, unless the request was given up."""
         with self.lock:
             request.source.counts[SENDING] = 0
             if request in self._in_flight:
@@ -159,7 +159,7 @@ class RequestQueue:
             self._count_spans(source, "failed", spans)
 
     def give_up_requests(self, reason: str) -> None:
-        """Count the spans in flight as failed. Once the queue is closed, count waiting spans as dropped."""
+        """Count the spans in flight as failed. If the queue is closed, count the waiting spans as dropped."""
         with self.lock:
             if self._in_flight or (self.is_closed and self._waiting):
                 self.reason = reason

@@ -27,7 +27,7 @@ FILE_BYTES = 2**20
 NODES = 10_000
 """The maximum number of values in a document. Each use of an alias counts the aliased values again."""
 STANDARD = ("OTEL_", "INSTRUMENT_")
-"""The prefixes of environment variables whose invalid values cause a remark instead of an error."""
+"""The prefixes of environment variables. An invalid value of such a variable causes a remark, not an error."""
 DEPTH = 32
 """The maximum depth of nested lists and mappings."""
 
@@ -87,7 +87,7 @@ class Document:
         """Sentences on environment variables that are ignored."""
 
     def read_root(self, read: Read) -> Any:
-        """Read the root node, None if it was refused. An empty text is an empty mapping."""
+        """Read the root node. Return None if the node was refused. An empty text is an empty mapping."""
         with suppress(_Refused):
             return _parse_root(self).attempt_read(read)
         return None
@@ -98,7 +98,7 @@ class Document:
 
     @contextmanager
     def refuse_incomplete_node(self) -> Iterator[None]:
-        """A context manager that refuses the current node at its end if a part of the node was refused."""
+        """Refuse the current node at the end of the context if a part of the node was refused."""
         faults = self.faults
         yield
         if self.faults > faults:
@@ -170,7 +170,8 @@ class YamlNode:
         raise _Refused
 
     def is_readable(self, read: Read, instead: str) -> bool:
-        """Return True if `read` accepts the node. Otherwise turn its problems into remarks that end with `instead`."""
+        """Return True if `read` accepts the node. Otherwise turn the node's problems into remarks that end with
+        `instead`."""
         document, noted, faults = self.document, len(self.document.noted), self.document.faults
         self.attempt_read(read)
         if document.faults == faults:
@@ -200,7 +201,7 @@ _UNSTORABLE = late_pattern("[\0\ud800-\udfff]")
 
 
 def without_secrets(text: str) -> str:
-    """Remove credentials and query if a text is a URL."""
+    """Remove the credentials and the query from a text that is a URL."""
     before, at, after = text.rpartition("@")
     if at and "//" in before:
         text = f"{before.partition('//')[0]}//***@{after}"
@@ -479,8 +480,8 @@ def parse_amount(text: str, units: Mapping[str, int]) -> int | None:
 
 
 def make_quantity_reader(units: Mapping[str, int], example: str, least: str, also: str = "") -> Read:
-    """Return a reader of a number with a unit, such as 64MiB. The reader returns the amount in the smallest unit. 0
-    needs no unit. `also` is a text for messages with other allowed values."""
+    """Return a reader of a number with a unit, such as 64MiB, or of 0. The reader returns the amount in the smallest
+    unit. `also` describes other allowed values in messages."""
     bound = f", from {least}" if least else ""
     allowed = f"{also}a number with a unit ({' '.join(units)}), such as {example}{bound}"
     floor = parse_amount(least, units) or 0
@@ -541,7 +542,7 @@ def list_reader(read_item: Read, allowed: str) -> Read:
 
 
 def list_or_item(read_item: Read) -> Read:
-    """Return a reader of an item or a list of items, without duplicates."""
+    """Return a reader of an item or of a list of items. The reader drops duplicates."""
     read_list = list_reader(read_item, "a list")
     some = {"type": "array", "minItems": 1, "items": {"anyOf": [SHAPES[read_item], REFERENCE]}}
 

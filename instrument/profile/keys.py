@@ -49,10 +49,10 @@ from instrument.runtime.environment import user_settings
 
 
 def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None) -> model.Profile:
-    """Read a profile from a file. `environ` replaces `os.environ`. The file of a preset is read like a profile that
-    names the preset.
+    """Read a profile from a file. `environ` replaces `os.environ`. The file of a preset gives a profile with this
+    preset.
 
-    Raises `ProfileError` with every mistake of the file, or with the reason why it cannot be read.
+    Raises `ProfileError` with every mistake of the file, or with the reason why the file cannot be read.
     """
     argument: object = path
     if not isinstance(argument, (str, os.PathLike)):
@@ -97,7 +97,7 @@ REMOVED: Mapping[tuple[str, str], str] = {("frameworks", "nodes"): _NODES, ("con
 
 
 def with_engine_preset(profile: model.Profile, package: str) -> model.Profile:
-    """Return a profile with an engine's preset: its function rules come last, its request rules are merged."""
+    """Add an engine's preset to a profile. The preset's function rules come last. The request rules are merged."""
     preset = load(preset_path(ENGINES[package]))
     requests = profile.requests
     for more in preset.requests:
@@ -203,7 +203,7 @@ def _section_reader(section: str, build: Callable[..., Any] | None = None, also:
 
 
 def _make_export_key(way: str) -> Key:
-    """Return the key of an export. With the value `off`, a profile removes its preset's export."""
+    """Return the key of an export. The value `off` removes the preset's export."""
     return Key(way, reader_or_off(_section_reader(f"export.{way}", also="off, or ")), blank=True)
 
 

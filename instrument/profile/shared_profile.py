@@ -47,7 +47,7 @@ class Consulted(Mapping[str, str]):
 
 
 def write_shared_profile(path: Path, profile: Profile, consulted: Consulted) -> None:
-    """Write a parsed profile for other processes, unless it has a collector's secret. Never raises."""
+    """Write a parsed profile for other processes, unless the profile has a collector's secret. Never raises."""
     otlp = profile.export.otlp
     if otlp is not None and otlp.headers:
         return
@@ -58,7 +58,7 @@ def write_shared_profile(path: Path, profile: Profile, consulted: Consulted) -> 
 
 
 def read_shared_profile(path: Path | None, source: str) -> Profile | None:
-    """Return the profile that another process has parsed. Return None if it is missing or out of date."""
+    """Return the profile that another process has parsed. Return None if the profile is missing or out of date."""
     if path is None:
         return None
     try:

@@ -131,7 +131,7 @@ _read_interval = make_quantity_reader(DURATION_UNITS, "1s", "10ms", also="auto, 
 
 @with_schema({"anyOf": [DURATION, {"enum": ["auto", "off", False]}]})
 def read_gauge_interval(node: YamlNode) -> int | None:
-    """Read the ns between two readings of gauges: `AUTO_NS` for auto, None for off."""
+    """Read the interval of gauges in ns: `AUTO_NS` for auto, None for off."""
     if node.is_off:
         return None
     return model.AUTO_NS if node.kind == "text" and node.text == "auto" else _read_interval(node)
@@ -347,7 +347,7 @@ def read_file_path(node: YamlNode) -> str:
 
 
 def read_timeout_seconds(node: YamlNode) -> int:
-    """Read a timeout variable in seconds, as OpenTelemetry's Python SDK does, and return ns."""
+    """Read a timeout variable in seconds, the unit of OpenTelemetry's Python SDK. Return nanoseconds."""
     if not _DECIMAL.fullmatch(node.text) or not 0.001 <= float(node.text) < 2**33:
         node.refuse("a number of seconds, from 0.001")
     return int(float(node.text) * 10**9)
@@ -417,7 +417,7 @@ VARIABLES: Mapping[str, tuple[tuple[str, Read], ...]] = {
     "export.otlp.client_certificate": _otlp_variables("CLIENT_CERTIFICATE", read_file_path),
     "export.otlp.client_key": _otlp_variables("CLIENT_KEY", read_file_path),
 }
-"""The environment variables for settings that a profile may omit. The first valid one counts."""
+"""The environment variables for settings that a profile may omit. The first valid variable counts."""
 
 FOLLOWED: Mapping[str, tuple[str, str]] = {
     "OTEL_SDK_DISABLED": ("OpenTelemetry disabled", "true|false"),
@@ -444,7 +444,7 @@ _SWITCHES = {
 
 
 def _switched_off_signals(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the signals (traces, metrics) that variables switch off, with the variable and its value."""
+    """Return `NAME=value` of the variable that switches off traces or metrics, by signal."""
     return {
         signal: f"{name}={value}"
         for signal, switches in _SWITCHES.items()

@@ -48,10 +48,10 @@ LEAST_BATCH = 0.05
 """The minimum time of a batch function, as a share of the work outside of requests."""
 
 PASSED = 0.95
-"""The minimum calls of a function with a possible request key, as a share of the most calls of any such function."""
+"""The minimum number of calls of a candidate for the request key, relative to the most called candidate."""
 
 COVERED = 0.8
-"""The minimum share of callees in a batch function's time. From this share on, the callees are proposed instead."""
+"""The minimum share of callees in a batch function's time for proposing the callees instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +128,7 @@ def choose_keys(observation: Observation, choice: FunctionChoice) -> None:
 
 
 def _choose_key_path(observation: Observation, choice: FunctionChoice, inside: Mapping[str, CallGroup]) -> _Path | None:
-    """Choose the argument that identifies requests best. Its values occur in the largest number of functions outside of
-    requests."""
+    """Choose the argument that identifies requests best."""
     count = CallGroup(choice.requests).calls
     values_elsewhere = [
         set().union(*(ids.digests for ids in paths.values()))
@@ -164,7 +163,7 @@ def _choose_key_path(observation: Observation, choice: FunctionChoice, inside: M
 def _choose_batch_functions(
     paths: list[_Path], singles: Mapping[str, _Path], outside: Mapping[str, CallGroup]
 ) -> dict[str, _Path]:
-    """Return the functions whose calls serve batches, or their callees if these take most of the time."""
+    """Return the functions with calls that serve batches. Prefer callees that take most of a function's time."""
     best = _pick_best_paths(paths)
     chosen: dict[str, _Path] = {}
     for label in sorted(best, key=lambda label: (_min_depth(outside[label]), -outside[label].total_ns, label)):
@@ -223,7 +222,7 @@ SHOWN = 6
 """The maximum number of items that a comment lists. Further items are only counted."""
 
 LEAST_OF_LAYERS, LEAST_OF_BLOCK = 0.05, 0.1
-"""The minimum share of a layer in the time of all layers, and in its block's time."""
+"""The minimum share of a layer in the time of all layers, and in the time of the block around the layer."""
 
 LEAST_LAYER_NS = 20_000
 """The minimum mean duration of a layer's call in ns. A faster layer gets no rule."""

@@ -44,14 +44,13 @@ def share_text(share: float) -> str:
 
 
 LEAST_OF_REQUEST, LEAST_OF_WORK, LEAST_OF_RUN = 0.02, 0.03, 0.05
-"""The minimum self time for a rule, as a share of the time of requests, work units, or the run."""
+"""The minimum self times for a rule, as shares of the time of requests, of work units, and of the run."""
 
 LEAST_SPLIT = 0.1
-"""The minimum total time for a rule on a function with several large callees, as a share of the time of requests or
-work units."""
+"""The minimum share of the whole time for a rule on a function with several large callees."""
 
 LEAST_PART = 0.02
-"""The minimum share of a function's time from which a callee counts as large."""
+"""The minimum share of a function's time for a callee to count as large."""
 
 SHORT_NS = 5_000
 """The minimum mean time of a call in ns. A faster function gets no rule, because recording would distort its time."""
@@ -298,8 +297,8 @@ class _Chooser:
             )
 
     def _propose_functions_below(self, tops: list[ObservedNode], of: str, least: float) -> Iterator[RuleProposal]:
-        """Propose rules for functions below the call paths `tops`. A function needs a self time of at least the share
-        `least` of the paths' total. A function also gets a rule if it calls several such functions."""
+        """Propose rules for functions below the call paths `tops`. `least` is the minimum self time, as a share of the
+        time of `tops`. A caller of several such functions also gets a rule."""
         base_ns = sum(top.total_ns for top in tops)
         if not base_ns:
             return

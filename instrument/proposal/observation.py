@@ -109,7 +109,7 @@ class Observation:
 
 
 def mark_process_started(folder: str) -> None:
-    """Write a file that marks this process as started, so that `init` notices if its report is missing."""
+    """Write a file that marks this process as started, so that `init` notices a missing report."""
     Path(folder, f"{os.getpid()}{STARTED_SUFFIX}").touch()
 
 
@@ -255,8 +255,7 @@ def _add_argument_values(keys: dict[str, dict[str, SeenPath]], arguments: Mappin
 
 
 def find_module_folders(words: Sequence[str], folder: Path) -> list[Path]:
-    """Return the folders in which a command may find modules of the service. They are the current folder, the script's
-    folder, and `PYTHONPATH`."""
+    """Return the folders of a service's modules: the current folder, the script's folder, and `PYTHONPATH`."""
     folders = [folder]
     if words and not words[0].startswith("-"):
         script = (folder / words[0]).resolve()
@@ -271,8 +270,7 @@ def find_module_folders(words: Sequence[str], folder: Path) -> list[Path]:
 
 
 def find_service_modules(words: Sequence[str], folder: Path) -> list[str]:
-    """Return the names of the service's top-level modules. They are in the service's folders, or are named on the
-    command line."""
+    """Return the names of the top-level modules in the service's folders or on the command line."""
     roots = find_module_folders(words, folder)
     names = {name for root in roots for name in _list_modules(root)}
     paths = [*map(str, roots), *sys.path]

@@ -85,7 +85,8 @@ def rename_span(name: str) -> None:
     Reports group spans by name, so use few different names. The spans of a site have up to 256 names. Further names are
     refused, and the span gets the name of the site.
 
-    Open and later spans below the span appear below the new name in reports. Ended spans remain below the old name.
+    In reports, spans inside the renamed span appear below the new name. Inner spans that ended before the call remain
+    below the old name.
     """
     attribute_checks.rename_span_of_frame(RECORDER, None, name)
 
@@ -148,7 +149,7 @@ _numbers: dict[tuple[str, str], Number] = {}
 
 
 def _find_or_make_metric(kind: str, name: str, unit: str, every_ns: int = EVERY_NS) -> Number:
-    """Return the metric with a name. Beyond `MOST_GAUGES` names, all further names share a metric without a value."""
+    """Return the metric with a name. Beyond `MOST_GAUGES` names, return a shared metric without a value."""
     number = _numbers.get((kind, name))
     if number is None and len(_numbers) >= MOST_GAUGES:
         kind, name = "", ""

@@ -32,7 +32,7 @@ from instrument.recording.spans import (
 from instrument.runtime.cheap_start import replace
 
 MOST_NAMES_PER_SITE = 256
-"""The maximum number of names to which the spans of a site are renamed."""
+"""The maximum number of new names for the spans of a site."""
 
 
 def rename_span_of_frame(recorder: Any, frame: Any, name: object) -> None:
@@ -89,7 +89,7 @@ ALLOWED_KEYS = "allowed: text, not empty, a whole number, a UUID, bytes, or an o
 NO_WEIGHTS = "found values that are not finite 64-bit numbers of at least 0; all members get equal weights"
 
 CHECKSUM_CHARACTERS = 4096
-"""The number of characters at each end of a long key from which its checksum is computed."""
+"""The number of characters at each end of a long key that enter the key's checksum."""
 
 
 Complain = Callable[..., None]
@@ -148,8 +148,8 @@ def check_scope_attributes(attributes: Mapping[str, object], complain: Complain)
 def encode_key(value: object) -> str:
     """Return the key of a request as text, "" for a value that cannot be a key.
 
-    Texts, whole numbers, UUIDs, bytes, and a whole number in an array on the host are keys. An object of the service's
-    own class is a key within its process.
+    A key is a text, a whole number, a UUID, bytes, or an array on the host with one whole number. An object of the
+    service's own class is a key within one process.
     """
     kind: Any = type(value)
     if kind is int:
@@ -301,8 +301,8 @@ def check_span_name(name: object) -> str | None:
 
 
 def make_status_attributes(code: object, description: object, error_type: object) -> dict[str, AttributeValue] | None:
-    """Return the attributes for a status. Return None for an invalid code. `code` is `ok` or `error` in any case, or a
-    member of OpenTelemetry's `StatusCode`."""
+    """Return the attributes for a status. Return None for an invalid code. `code` is `ok` or `error`, in upper or lower
+    case, or a member of OpenTelemetry's `StatusCode`."""
     try:
         word = _convert_to_text(code) or _convert_to_text(getattr(code, "name", None)) or ""
     except Exception:  # of an object of the service's own

@@ -141,7 +141,8 @@ class Readback(Core):
         self._set_passing(site, None)
 
     def _set_passing(self, site: Site, passing: Any) -> None:
-        """Let a site's functions count their calls in `passing`, without spans. With None, they record spans again."""
+        """Make a site's functions count calls in `passing` instead of recording spans. If `passing` is None, record
+        spans again."""
         for function in list(self._mutable.get(site) or ()):
             wrapping.set_call_switch(function, passing or self)
 
@@ -194,7 +195,7 @@ class Readback(Core):
         return paths.site(row[ROW_NODE])
 
     def make_row_cursor(self) -> Cursor:
-        """Return a reader of all rows from now on. It misses rows that are overwritten before it reads them."""
+        """Return a reader of all rows from now on. Rows that are overwritten unread are lost."""
         from instrument.recorder.own_recording import Cursor
 
         return Cursor(self.make_reader)
@@ -203,7 +204,7 @@ class Readback(Core):
         return {ring.thread_id: ring.name for ring in self.rings()}
 
     def losses(self) -> Mapping[str, int]:
-        """Return the number of spans that have lost their rows, by reason. The totals still count them."""
+        """Return the number of spans without rows, by the reason of the loss. The totals still count the spans."""
         overwritten = sum(max(ring.head - ring.capacity, 0) for ring in self.rings()) + self.ended_rows
         too_short = sum(ring.too_short for ring in self.rings()) + sum(self._read_header_field("ended_too_short"))
         losses = {OVERWRITTEN: overwritten, "spans shorter than their rule asks": too_short}

@@ -28,8 +28,7 @@ BUSY_STEP_NS = 5 * 10**7
 """The ns between two comparisons while the budget is exceeded or the rings lose rows."""
 
 DETACH_SHARE = 0.05
-"""The minimum cost of counting a muted site's calls, as a share of the budget. Below it, the site's probe is not
-detached."""
+"""A muted site's probe remains attached if counting the calls costs less than this share of the budget."""
 
 TRIAL_S = 0.02
 """The seconds for which a detached probe is attached again to measure the load."""
@@ -41,18 +40,18 @@ UNMUTABLE_KINDS = {
 """The kinds of sites that are never muted, with the reasons that reports give."""
 
 REMAINING_SHARE = 0.5
-"""The minimum share of the budget for sites that can be muted."""
+"""The share of the budget above which reports note the cost of an unmutable site."""
 
 FIRST_WAIT_NS = 30 * 10**9
 LAST_WAIT_NS = 3600 * 10**9
 """The longest time in ns before a detached probe is attached for another trial."""
 
 WAIT_MULTIPLE = 10
-"""The multiple of a site's last muted time. A site that is muted again within this multiple stays muted twice as
-long."""
+"""A site that is muted again within this multiple of the last muted time remains muted twice as long."""
 
 Detach = Callable[[Site], Callable[[], None] | None]
-"""A function that detaches a site's probe and returns a function to attach it again, None on failure."""
+"""A function that detaches a site's probe. The result is a function that attaches the probe again, or None on
+failure."""
 
 
 @dataclass(slots=True)
@@ -209,7 +208,7 @@ class Governor:
     def _detach_costly_probes(
         self, calls: dict[Site, int], spent_ns: Mapping[int, float], allowed_ns: float, now_ns: int
     ) -> None:
-        """Detach the probes of muted sites if even counting their calls costs a thread too much."""
+        """Detach the probes of muted sites if counting the calls alone costs a thread too much."""
         own_ns = {site: count * self.muted[site].counted_ns for site, count in calls.items()}
         for site in sorted(own_ns, key=own_ns.__getitem__, reverse=True):
             counting_ns = self._cost_of_counting_ns(calls)
@@ -285,7 +284,7 @@ class Governor:
                 del self.muted[site]
 
     def _retry_detached_probe(self, now_ns: int) -> None:
-        """Attach a detached probe for a trial. It remains attached if the load has fallen."""
+        """Attach a detached probe for a trial. The probe remains attached if the load has fallen."""
         for site, off in self._off.items():
             if now_ns < off.try_ns:
                 continue
@@ -394,7 +393,7 @@ class Governor:
 
 
 def _next_wait_ns(returned: tuple[int, int] | None, first_ns: int, now_ns: int) -> int:
-    """Return the time in ns for which a site remains muted. It doubles if the site was muted a short time ago."""
+    """Return the time in ns for which a site remains muted."""
     at_ns, wait_ns = returned or (0, 0)
     return min(2 * wait_ns, LAST_WAIT_NS) if wait_ns and now_ns - at_ns < WAIT_MULTIPLE * wait_ns else first_ns
 

@@ -111,7 +111,7 @@ MANUAL = 2
 """The core's flag for a span that only an explicit call may close."""
 
 STEP = "step"
-"""The kind of probe for the steps of a generator after the first."""
+"""The kind of probe for the second and later steps of a generator."""
 
 REQUEST = "request"
 """The kind of probe for an ASGI request."""
@@ -170,7 +170,7 @@ class Recorder(Readback):
         wrapping.set_call_switch(function, False)
 
     def find_or_make_scope_site(self, name: str, kind: str, device: bool = False, phase: str | None = None) -> Site:
-        """Return the site of a scope. The first use of a name makes its site, with the caller's place in the code."""
+        """Return the site of a scope. The first use of a name makes the site, at the caller's place in the code."""
         site = self._scope_sites.get((name, kind, device, phase))
         if site is None:
             if len(self._scope_sites) >= self.scope_name_limit:
@@ -241,8 +241,8 @@ class Recorder(Readback):
         return self.new_scope(self.find_or_make_scope_site(name, kind, device or stream is not None, phase), values)
 
     def start_manual(self, site: Site, attributes: dict[Any, Any] | None) -> Any:
-        """Open a span that `end_manual` closes. Return its frame, or None if too many spans are open. The site can no
-        longer be muted, because `scope_end` would then close another scope."""
+        """Open a span that `end_manual` closes. Return the frame of the span, or None if too many spans are open. The
+        site can no longer be muted, because `scope_end` would close a wrong scope."""
         if self._mutable.pop(site, self) is not self:
             self.unmute(site)
         if self._manual_open >= self.open_scope_limit:
@@ -274,7 +274,7 @@ class Recorder(Readback):
         return Scope(self, site, attributes)
 
     def _set_passing(self, site: Site, passing: Any) -> None:
-        """Mute or unmute a site. All scopes of a muted site share one `Scope`, which is cheaper."""
+        """Mute or unmute a site. All scopes of a muted site share one cheap `Scope`."""
         super()._set_passing(site, passing)
         current = self.user_sites.get(site.name)
         if passing is not None and current is site:
@@ -344,7 +344,7 @@ class Recorder(Readback):
             HEADER.write(self.memory, state=RUNNING if on else OFF)
 
     def find_part_memory(self, name: str) -> memory.SlotRoom | None:
-        """Return a part of the recording's memory for Python code to write, None without memory."""
+        """Return a part of the recording's memory that Python code writes. Return None without memory."""
         return None if self.memory is None else memory.SlotRoom.from_part(self.memory, name)
 
     def write_goodbye(self) -> None:
@@ -402,8 +402,8 @@ class Scope(core.Scope):
         return self
 
     def end(self, error: BaseException | None = None) -> None:
-        """Close the span, also in another function. `error` is the exception with which the span failed. A span that
-        never began, because recording was off, is ignored."""
+        """Close the span, in the same or in another function. `error` is the exception with which the span failed. Does
+        nothing if recording was off at `start`."""
         frame, self._frame = self._frame, None
         if frame is not None:
             self._recorder.end_manual(frame, error)

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 SCHEME = "url.scheme"
 
 Ended = Mapping[str, tuple[Labels, Mapping[int, int]]]
-"""Ended requests. Each span name has the labels of its endpoint and a histogram of durations."""
+"""The labels and the histogram of durations of ended requests, by span name."""
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class Meter:
     # ---------------------------------------------------------------- requests
 
     def count_requests(self, ended: Sequence[Row]) -> None:
-        """Count requests that have ended. A request takes 2 us."""
+        """Count ended requests, which takes 2 us per request."""
         site_of = self._recorder.find_site
         for row in ended:
             site, attributes = site_of(row), row[ROW_ATTRIBUTES] or {}
@@ -145,7 +145,7 @@ class Meter:
     def _request_values(
         self, site: Site, endpoint: Labels, attributes: Mapping[Any, Any], duration_ns: int, error: str | None
     ) -> Iterator[tuple[str, Labels, int]]:
-        """Yield name, labels and value of each metric of an ended request, its duration first."""
+        """Yield the name, labels and value of each metric of an ended request. The duration is first."""
         group = self._group_label(attributes)
         yield _duration_metric(endpoint).name, (*_request_labels(endpoint, attributes, error), *group), duration_ns
         if self._is_generation_route(endpoint):
@@ -201,7 +201,7 @@ class Meter:
                 self._histograms.add(BATCH_SIZE.name, _call_labels(self._recorder.find_site(row)), len(keys) * ONE)
 
     def count_ended_requests(self) -> Ended:
-        """Return the ended requests from the running totals. The meter may not have read their rows yet."""
+        """Return the ended requests from the running totals, including requests with unread rows."""
         totals = self._read_metered_totals(())
         ended: dict[str, tuple[Labels, Counter[int]]] = {}
         endpoints = totals.tree.map_sites(
@@ -252,8 +252,7 @@ class Meter:
     # ---------------------------------------------------------------- calls of functions
 
     def _count_calls(self, marks: Collection[str]) -> None:
-        """Count the calls of the functions with `marks` from the running totals. Functions with earlier marks remain
-        counted."""
+        """Count the calls of functions with `marks` from the running totals. Earlier marks remain valid."""
         self._asked_for.update(marks)
         if not marks:
             return
@@ -282,8 +281,7 @@ class Meter:
         return cast("dict[str, Any]", msgspec.to_builtins(counts, enc_hook=int))
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from the counts that `state` returned. Invalid counts raise an error of
-        `export_checkpoint.DAMAGED`."""
+        """Continue from saved counts. Raises one of `export_checkpoint.DAMAGED` for invalid counts."""
         import msgspec
 
         counts = msgspec.convert(state, _Counts, strict=False)
@@ -365,7 +363,7 @@ def count_queued_tasks() -> Mapping[str, int]:
 
 
 _POOL_NUMBER = late_pattern(r"(?<=ThreadPoolExecutor)-\d+_\d+$|_\d+$")
-"""A pattern of the numbers at the end of a thread's name. Without them, it is the name of the thread pool."""
+"""A pattern of the numbers after a pool's name in the name of a thread."""
 
 
 def _request_labels(endpoint: Labels, attributes: Mapping[Any, Any], error: str | None) -> Labels:

@@ -40,15 +40,15 @@ ANSWERS: Mapping[str, Mapping[str, str | int]] = {
     "tornado.web": {"HTTPError": "status_code"},
     "werkzeug.exceptions": {"HTTPException": "code"},
 }
-"""The HTTP status of an exception, or the name of its status attribute, by module and class."""
+"""The HTTP status of an exception class, or the name of the attribute with the status, by module and class."""
 
 
 CANCELLED = "cancelled"
 
 
 def find_outcome(error: BaseException) -> str | None:
-    """Return the outcome of a span that an exception ended, such as `cancelled`. Return None for a failure. No code of
-    the exception runs."""
+    """Return the outcome of a span that an exception ended, such as `cancelled`. Return None for a failure. The
+    exception's own methods never run."""
     outcome: str | None = native.MODULE.outcome_of(error)
     return outcome
 
@@ -86,8 +86,8 @@ def wrap(
 
     - `attributes`: returns attributes of the span before the call
     - `results`: returns attributes of the span after the call, but not for a generator
-    - `passes`: returns True for a call without a span; it runs first, and the fast path is not used
-    - `works`: returns the objects that a call with device time works on
+    - `passes`: runs first, and returns True if the call gets no span; prevents the fast path
+    - `works`: returns the objects on which a call with device time works
     """
     evaluate = attributes or works
     if attributes is not None and works is not None:

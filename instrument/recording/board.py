@@ -25,7 +25,7 @@ RECORDED = "recorded"
 
 
 def make_board() -> Callable[[], None]:
-    """Make a run's shared memory for marks of rules, unless it exists. Return a function that removes it."""
+    """Make a run's shared memory for marks of rules, unless it exists. Return a function that removes the memory."""
     if os.environ.get(VARIABLE):
         return lambda: None
     try:
@@ -47,12 +47,12 @@ def make_board() -> Callable[[], None]:
 
 
 def attached_mark(rule: str) -> str:
-    """Return the mark that reports a rule as attached in a process of the run."""
+    """Return the mark that shows that a rule is attached in some process of the run."""
     return f"a {_hash_rule(rule)}"
 
 
 def called_mark(rule: str) -> str:
-    """Return the mark that reports that a process of the run has called a rule's target."""
+    """Return the mark that shows that some process of the run has called a rule's target."""
     return f"c {_hash_rule(rule)}"
 
 

@@ -57,7 +57,7 @@ def percentiles(
 
 
 def percentiles_of_times(values: Sequence[int], fractions: Sequence[float]) -> list[int]:
-    """Return the percentiles of sorted times. A histogram of the times has the same percentiles."""
+    """Return the percentiles of sorted times, rounded to the middles of histogram buckets."""
     middles_ns = (bucket_middle(bucket_of(values[_nearest_rank(fraction, len(values)) - 1])) for fraction in fractions)
     return [min(max(middle_ns, values[0]), values[-1]) for middle_ns in middles_ns]
 
@@ -239,7 +239,7 @@ class Histograms:
         self._exemplars: dict[str, dict[Labels, Exemplars]] = {}
 
     def limit_series(self, name: str, labels: Labels) -> Labels:
-        """Return the labels under which a value is counted. They are `OVERFLOW` once the metric has too many series."""
+        """Return the labels under which to count a value. Return `OVERFLOW` if the metric has too many series."""
         series = self._series.setdefault(name, {})
         if labels not in series and len(series) >= self.series_limit:
             labels = OVERFLOW

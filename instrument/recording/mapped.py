@@ -54,9 +54,9 @@ MOST_SLOTS = {
 FEW_SAMPLES = 4096
 """The number of newest samples that are copied first, because they mostly suffice."""
 MOST_OPEN_SPAN_READS = 3
-"""The maximum number of reads of the open spans until two successive reads are equal."""
+"""The maximum number of reads of the open spans. Two equal reads in a row suffice."""
 MOST_TOTALS_READS = 10
-"""The maximum number of reads of the totals until no change occurs during a read."""
+"""The maximum number of reads of the totals. One read during which nothing changes suffices."""
 
 STATES = ("new", "running", "goodbye", "forked", "off")
 
@@ -94,8 +94,7 @@ _FACT, _DETAIL = layout.FACT.make_struct(), layout.DETAIL.make_struct()
 
 @cache
 def _ring_type(object_bytes: int) -> np.dtype[np.void]:
-    """Return the numpy type of a slot with a ring. Its first `object_bytes` bytes are a private object of the
-    recorder."""
+    """Return the numpy type of a slot with a ring. The ring follows `object_bytes` private bytes of the recorder."""
     return _numpy_type(layout.RING, layout.STRIDES["rings"], object_bytes)
 
 
@@ -208,8 +207,8 @@ class Mapped:
         return np.frombuffer(data, kind, len(data) // part.stride)
 
     def _slots_at_addresses(self, addresses: NDArray[np.uint64], name: str) -> NDArray[np.int64]:
-        """Return the slot numbers in the part `name` for addresses in the recorded process, -1 for an address
-        outside."""
+        """Return the slot number in the part `name` for each address in the recorded process. An address outside of the
+        part gets -1."""
         part = self._parts[name]
         with np.errstate(over="ignore"):
             off = addresses.astype(np.uint64) - np.uint64((self._base + part.offset) % (1 << 64))
@@ -346,8 +345,8 @@ class Mapped:
         return wrapped, set() if any(map(ring_reaches_back, ended)) else {ring.thread_id for ring in ended}
 
     def read_rows(self, since: Mapping[int, int] | None = None, most: int = 1 << 62) -> list[RingRows]:
-        """Return the rows of all rings, at most `most` rows. `since` has the first row to read of each ring, by the
-        ring's number. The next call continues at the `head` of each result.
+        """Return up to `most` rows of all rings. `since` maps the number of a ring to the first row to read. The next
+        call continues at the `head` of each result.
 
         The oldest row of a full ring is left out, because it may be half-written.
         """
@@ -622,8 +621,8 @@ def parse_details(pieces: Iterable[bytes]) -> dict[int, tuple[int, bytes]]:
 
 
 def _convert_reading(name: str, value: float, is_reported: int) -> float | None:
-    """Convert a stored reading to an int for bytes, else to a float. Return None if the device does not report the
-    gauge."""
+    """Convert a number of bytes to an int, and any other reading to a float. Return None if the device does not report
+    the gauge."""
     if not is_reported:
         return None
     return int(value) if GAUGES[name].unit == "bytes" else float(value)

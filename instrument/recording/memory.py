@@ -215,7 +215,7 @@ LABELS = ("exclusive", "overlapped", "launch-bound", "captured", "stale", "dropp
 
 - `exclusive`: no other timed interval overlaps it on the device.
 - `overlapped`: a timed interval of another stream overlaps it, so each may have slowed the other.
-- `launch-bound`: the length may be that of the launch, because the work is very short or ended soon after the span.
+- `launch-bound`: the work is very short or ended soon after the span, so the length may be that of the launch.
 - `stale`: the length is exact, but the begin and the end are uncertain.
 - `captured`: there is no length, because the stream was being captured into a graph.
 - `dropped`: there is no length, because no event was available.
@@ -281,7 +281,7 @@ class GaugePlace(Claim):
         self._generation = read_generation(fd)
 
     def add_readings(self, samples: Iterable[Sample]) -> bool:
-        """Add readings. Return False if the other process has begun another session."""
+        """Add readings. Return False if the recorded process has begun another session."""
         fd = self.fileno()
         try:
             head = RecordingHead(fd)

@@ -199,8 +199,8 @@ PARTS = (
 """The names of a recording's parts, in order.
 
 - `text`, `facts`, `details`: a slot is a byte.
-- `frames` are open spans, each with a slot in `attributes`.
-- `details`, `intervals`, `samples`, `numbers`: rings whose `used` counts all slots ever written.
+- `frames`: a slot is an open span, with a slot in `attributes`.
+- `details`, `intervals`, `samples`, `numbers`: the part is a ring, and `used` counts all slots ever written.
 """
 
 OVERWRITTEN = "spans overwritten by newer ones"
@@ -268,7 +268,7 @@ RING = Record(
         "label": (120, f"{LABEL_BYTES}s"),
     },
 )  # fmt: skip
-"""The layout of a ring. In a slot, it follows `object_bytes` bytes of the recorder's own object."""
+"""The layout of a ring in a slot. The ring follows `object_bytes` private bytes of the recorder."""
 NODE = Record(64, {"site": (0, "Q"), "parent": (8, "Q"), "index": (16, "I"), "is_known": (31, "B")})
 TOTALS = Record(
     640,
@@ -385,8 +385,8 @@ Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any
 """A row (a finished span) as a tuple: node, span id, parent id, root id, task, begin, end, time of the children, active
 time, error and attributes.
 
-The self time is the active time minus the time of the children. An active time of -1 means the total time. The self
-time includes waits, because the recorder has reduced the time of the children by the span's own waits.
+The self time is the active time minus the time of the children. An active time of -1 means the total time. The recorder
+has subtracted the span's own waits from the time of the children, so the self time includes the waits.
 """
 
 ROW_NODE: Final = 0
@@ -408,7 +408,7 @@ PACKED_ROW = ROW.make_struct()
 the row has details."""
 
 STREAM = object()
-"""The key of an attribute for the recorder alone: the device stream to time, or a `Work`."""
+"""The key of a private attribute of the recorder: the device stream to time, or a `Work`."""
 
 
 def unpack_rows(data: bytes) -> Iterator[Row]:

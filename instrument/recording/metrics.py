@@ -334,7 +334,7 @@ def _is_valid_value(kind: str, value: float) -> bool:
 
 
 def make_samples(former: Sequence[Cell], newest: Sequence[Cell], *, since_ns: int = 0) -> list[Sample]:
-    """Return the readings of gauges, counters and sums since `since_ns`. Their names are added to `GAUGES`."""
+    """Return the readings of gauges, counters and sums since `since_ns`. Add new names to `GAUGES`."""
     samples = []
     for cell in (*former, *newest):
         if cell.kind not in (GAUGE, COUNTER, SUM) or cell.at_ns < since_ns:
@@ -346,8 +346,8 @@ def make_samples(former: Sequence[Cell], newest: Sequence[Cell], *, since_ns: in
 
 
 def add_service_gauge(name: str, unit: str, *, grows: bool) -> bool:
-    """Add a metric of the service to `GAUGES`. Return False if there is another gauge with its name, or too many
-    gauges."""
+    """Add a metric of the service to `GAUGES`. Return False if a built-in gauge has the name, or if `GAUGES` is
+    full."""
     if name not in GAUGES and len(GAUGES) < MOST_GAUGES:
         metrics = () if grows else (MetricDefinition(name, unit),)  # counters and sums are in snapshots
         GAUGES[name] = Gauge(unit, GROWS if grows else ABOUT, metrics, grows, is_own=True)
@@ -358,8 +358,7 @@ ABOUT, GROWS = "a number of the service's own", "a number of the service's own, 
 
 
 def add_gauges_of_file(gauges: Mapping[object, object]) -> None:
-    """Add the metrics that a file describes to `GAUGES`. `gauges` has a text for each name: a unit, a space and a
-    description."""
+    """Add the metrics of a file to `GAUGES`. `gauges` maps each name to a text: a unit, a space and a description."""
     for name, text in gauges.items():
         for about in (ABOUT, GROWS):
             if isinstance(name, str) and isinstance(text, str) and text.endswith(f" {about}"):

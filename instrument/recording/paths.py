@@ -90,8 +90,7 @@ class CallTree:
         return results
 
     def number_sites(self, say: Callable[[Site], Hashable]) -> array[int]:
-        """Return a number for each site. Sites for which `say` returns equal results have the number of the first such
-        site."""
+        """Return a number for each site. Sites with equal results of `say` get the number of the first such site."""
         number_by_result: dict[Hashable, int] = {}
         return array("i", map(number_by_result.setdefault, self.map_sites(say), itertools.count()))
 

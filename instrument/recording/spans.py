@@ -66,7 +66,7 @@ class Site:
 
     @property
     def function(self) -> str:
-        """The full name of the function, `module.qualname`, "" if the site is in no function."""
+        """The full name of the function, `module.qualname`. It is empty for a site outside of functions."""
         return f"{self.module}.{self.qualname}" if self.module and self.qualname else self.qualname
 
 
@@ -101,7 +101,7 @@ VALUE_LIMIT = 256
 """The maximum number of characters of an attribute's name and of its value. A longer text is cut."""
 
 ATTRIBUTE_LIMIT = 128
-"""The maximum number of attributes of a span, as in OpenTelemetry, and of items in an attribute that is a list."""
+"""The maximum number of attributes of a span (OpenTelemetry's limit), and of items of a list in an attribute."""
 
 STATUS_CODE, STATUS_DESCRIPTION, ERROR_TYPE = "otel.status_code", "otel.status_description", "error.type"
 """OpenTelemetry's attributes for the status of a span: `OK` or `ERROR`, its reason, and the kind of error."""

@@ -416,8 +416,8 @@ def _merge_lines(lines: Records, buckets: Records, threads: Mapping[int, str]) -
 
 
 def _number_node_thread_pairs(nodes: Int64s, threads: Int64s, other_nodes: Int64s) -> tuple[Int64s, Int64s]:
-    """Return numbers for the pairs of `nodes` and `threads`, and for the pairs of `other_nodes` and `threads`. Equal
-    pairs have equal numbers."""
+    """Return numbers for the (node, thread) pairs, first with `nodes`, then with `other_nodes`. Equal pairs have equal
+    numbers."""
     _, numbers = np.unique(threads, return_inverse=True)
     width = int(max(nodes.max(initial=0), other_nodes.max(initial=0))) + 2
     return numbers * width + nodes + 1, numbers * width + other_nodes + 1

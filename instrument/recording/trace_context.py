@@ -88,7 +88,7 @@ def find_trace_headers(carrier: Mapping[str, object]) -> tuple[object, object]:
 LOCAL, IN_SERVER_SPAN = "local", "in server span"
 
 OWN = "own"
-"""The mark in the result of `encode_parent` for a parent without a span id. The request itself began the trace."""
+"""A mark in the result of `encode_parent`: the parent has no span id, because the request itself began the trace."""
 
 
 def encode_parent(remote: RemoteParent | None) -> tuple[str, ...] | None:
@@ -103,7 +103,7 @@ def encode_parent(remote: RemoteParent | None) -> tuple[str, ...] | None:
 
 
 LINK = "instrument.link"
-"""The attribute with the id of the ended span that started a root span's task, and with the id of that span's root."""
+"""The attribute with two span ids: the ended span that started a root span's task, and the root of that ended span."""
 
 LINK_TRACE_ID = "instrument.link.trace_id"
 """The attribute with the trace id of the span in `LINK`, in hexadecimal digits, if that trace began elsewhere."""
@@ -139,7 +139,7 @@ RANDOM_BITS = 56
 
 @lru_cache(maxsize=64)
 def sampling_threshold(sample: float) -> int:
-    """Return the smallest random part of a trace id that is sampled. It is rounded as in OpenTelemetry's
+    """Return the smallest random part of a trace id that is sampled. The rounding follows OpenTelemetry's rules for
     `tracestate`."""
     if sample <= 0:
         return 1 << RANDOM_BITS
@@ -150,7 +150,7 @@ def sampling_threshold(sample: float) -> int:
 
 
 def is_sampled(trace_id: int, sample: float) -> bool:
-    """Return True if a trace is in the share `sample` of traces. The answer is the same for all spans of a trace."""
+    """Return True if a trace is sampled at the rate `sample`. All spans of a trace get the same result."""
     return trace_id & (1 << RANDOM_BITS) - 1 >= sampling_threshold(sample)
 
 

@@ -98,7 +98,7 @@ class Units:
 
 
 def find_steps_or_requests(trace: Columns, interval: Interval, skip_first: int) -> Units:
-    """Return the units of a trace: its steps, without steps its requests, and without requests the window."""
+    """Return the units of a trace: steps if there are any, else requests, else the window."""
     reaches_into = (trace.start_ns < interval[1]) & (trace.end_ns > interval[0])
     kinds = [site.kind if find_phase(site) is None else "" for site in trace.sites]
     steps = np.flatnonzero(trace.are_of_sites([kind == "step" for kind in kinds]) & reaches_into)
@@ -391,7 +391,7 @@ class SpreadRow(NamedTuple):
 
 
 def find_profiler_steps(recording: Recording) -> Benchmark | None:
-    """Return None. For a running loop, `Profiler` stores the steps as the result of this function."""
+    """Return None, unless `Profiler` has stored the steps of a running loop as the result."""
     return None
 
 

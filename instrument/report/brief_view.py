@@ -268,8 +268,7 @@ def _describe_omitted_rows(count: int, noun: str) -> list[str]:
 
 
 def _device_lines(view: DeviceView, why: str) -> list[str]:
-    """Return a line on each device, or the reason for missing device times. No line is returned if nothing uses a
-    GPU."""
+    """Return a line on each device, or the reason for missing device times. Return no line if nothing uses a GPU."""
     if not view.devices:
         if not why and not view.asked and not (view.gauges is not None and view.gauges.gpus):
             return []

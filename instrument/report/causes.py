@@ -266,7 +266,7 @@ class CauseTimes:
         return times
 
     def _add_step_times(self, times: dict[Key, float], place: int, steps: Int64s, spent_ns: Floats, part: str) -> float:
-        """Add a request's time in engine steps, or its waits for the steps, to the causes in `times`. Return the sum in
+        """Add a request's time in engine steps, or in waits for engine steps, to `times` by cause. Return the sum in
         ns."""
         if not len(steps):
             return 0.0
@@ -409,8 +409,8 @@ def _subtract_from_largest_excess(excess_ns: Floats, amounts_ns: Floats) -> tupl
 
 
 def find_member_weights(recording: Recording) -> Int64s:
-    """Return the weight of each request in each batch. If no weights are recorded, the weight of a request that is
-    alone in its batch is the size of its input."""
+    """Return the weight of each request in each batch. Without recorded weights, the size of the input is the weight in
+    batches of one request."""
     trace, joined = recording.columns, recording.joined
     served = joined.served
     names = sorted(filter(INPUT.search, find_size_attributes(trace)))

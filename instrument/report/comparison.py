@@ -394,7 +394,7 @@ def _collect_calls(runs: Sequence[Recording], names: Sequence[str]) -> _Side:
 
 
 def _measure_covariates(trace: Columns, joined: Joined, names: Sequence[str]) -> Floats:
-    """Return the amounts of work and load by which calls are matched, with a row per amount and a column per span."""
+    """Return the amounts of work and load by which calls are matched. A row is an amount, and a column is a span."""
     requests, served = joined.rows, joined.served
     begins, ends = np.sort(trace.start_ns[requests]), np.sort(trace.end_ns[requests])
     sizes = np.bincount(served.batch, minlength=len(trace))

@@ -76,8 +76,8 @@ class Effect:
         return math.expm1(self.difference)
 
     def confidence_limits(self, level: float) -> tuple[float, float]:
-        """Return the limits of the change. With the probability `level` the true change is outside of them (Welch's
-        t-test)."""
+        """Return the limits of the change by Welch's t-test. `level` is the probability that the true change is outside
+        of the limits."""
         width = -self.error * float(import_scipy_special().stdtrit(self.freedom, level / 2))
         return math.expm1(self.difference - width), math.expm1(min(self.difference + width, MOST_LOGARITHM))
 
@@ -191,8 +191,8 @@ def _variance_of_sum(sums: Floats) -> tuple[float, float]:
 
 
 def _variance_by_blocks(influence: Floats) -> tuple[float, float]:
-    """Return the variance of a sum over correlated calls, and its degrees of freedom, estimated from blocks of
-    calls."""
+    """Estimate the variance of a sum over correlated calls from blocks of calls. Return the variance and the degrees of
+    freedom."""
     blocks = MOST_BLOCKS
     while True:
         edges = np.linspace(0, len(influence), blocks + 1).astype(np.int64)[:-1]

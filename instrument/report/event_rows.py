@@ -80,8 +80,8 @@ class NameTree:
         return len(self.parents)
 
     def sum_entries(self, thread: int | None) -> tuple[Records, set[int]]:
-        """Return a thread's sums for each entry, and the entries whose device time includes the calls below them.
-        `thread` is None for all threads."""
+        """Return the sums for each entry, and the entries with device time from calls below them. `thread` is None for
+        all threads."""
         sums = self._tally.sum_by_group(np.where(self._visible, self._entry_of, NONE), len(self), thread)
         if len(self._instances):  # the sums of an instance are also in the row of its type
             entries = np.concatenate([np.arange(len(self)), self.parents[self._instances]])
@@ -112,7 +112,7 @@ class NameTree:
         """Return the value of a field for each entry, and a mask of the entries with calls at or below them.
 
         - `per_call`: divide values by the number of calls
-        - `least`: give an entry without calls the smallest value below it, not the largest
+        - `least`: an entry without calls gets the smallest value below it; by default, the largest
         """
         calls = sums["calls"]
         has_own = (calls != 0) | (sums["first_ns"] != 0)
@@ -155,8 +155,8 @@ class NameTree:
         return self._tally.histogram([node for entry in entries for node in self._nodes[entry].tolist()], thread)
 
     def total_ns(self, sums: Records, state: str) -> int | None:
-        """Return the Total time of all topmost rows for a `state`. Return None if a topmost row has no calls of its
-        own, but calls below it."""
+        """Return the Total time of all topmost rows for a `state`. Return None if a topmost row has calls only below
+        it."""
         topmost = self._drop_interruptions(self.children[ROOT])
         uncalled = topmost[sums["calls"][topmost] == 0].tolist()
         hidden_in = self._entry_of[~self._visible]  # the entries in which phases are hidden
@@ -399,7 +399,7 @@ def _make_event_rows(
 
 
 def mask_topmost_nodes(tally: Tally, say: Callable[[Site], bool]) -> Bools:
-    """Mark nodes for whose site `say` returns True, but not those below another such node."""
+    """Mark the nodes with a site for which `say` returns True. Leave out nodes below another such node."""
     marked = np.array([*tally.tree.map_sites(say), False], dtype=np.bool_)[tally.site_of]
     return np.asarray(marked & (find_ancestor(tally.parents, marked) == NONE))
 

@@ -65,7 +65,7 @@ DIGITS = ((6, 6), (6, 5), (6, 4), (5, 4), (4, 4))
 used."""
 EXPONENT = 3
 SAMPLE = 100
-"""The number of rows, counted from the first, for which the digits are chosen."""
+"""The number of first rows from which the digits are chosen."""
 
 DECIMALS = {unit: len(str(unit_ns)) - 1 for unit, unit_ns in UNITS.items()}
 """The number of decimals that show single nanoseconds, for each unit of time."""
@@ -222,7 +222,7 @@ class Events(View):
         return Section("Event Summary", rows, columns, texts=texts)
 
     def _device_section(self, rows: Sequence[EventRow], digits: tuple[int, int]) -> Section:
-        """Return the table of host and device times, with their shares of Total, in the format of Paddle's fluid."""
+        """Return the table of host and device times in the format of Paddle's fluid profiler."""
         texts: dict[str, Text] = {part: partial(_device_text, part) for part in ("host", "device")}
         texts["total_ns"] = lambda row, unit: _time_text(row.total_ns if row.calls else None, unit, digits[0])
         columns = "name=Event|total_ns=Total|host=CPU Time (Ratio)|device=GPU Time (Ratio)"

@@ -497,8 +497,8 @@ def _compute_excess(claim: CauseShare) -> float:
 
 
 def _make_cause_share(cause: str, path: str, spent_ns: float, usual_ns: float) -> CauseShare:
-    """Return a cause that does not account for any excess yet. A negative typical time is raised to 0, and `time_ns` by
-    the same amount."""
+    """Return a cause that accounts for no excess yet. If the typical time is negative, both times are raised by the
+    same amount."""
     faster_ns = max(-usual_ns, 0.0)
     return CauseShare(cause, path, round(spent_ns + faster_ns), round(usual_ns + faster_ns), 0, None)
 

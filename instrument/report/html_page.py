@@ -78,7 +78,7 @@ GREATEST = (1 << 63) - 1
 
 
 def _encode_calls(recording: Recording, options: Options) -> tuple[dict[str, Any], list[str]]:
-    """Return the rows of the call tree, parents first, with their widths in the chart, and a note on omitted rows."""
+    """Return the rows of the call tree, parents first, and a note on omitted rows."""
     asking = replace(options, tracer_option=DETAIL, threads="merged", state="All", rows=MOST_ROWS, corrected=False)
     blocks = events(recording, asking).blocks
     rows: tuple[EventRow, ...] = blocks[0].rows if blocks else ()
@@ -92,8 +92,7 @@ def _encode_calls(recording: Recording, options: Options) -> tuple[dict[str, Any
         names.append(row.name.removeprefix(f"{names[parents[-1]]}/" if row.kind == "phase" and row.depth else ""))
 
     def widths(times_ns: Iterable[int], join: Callable[[int, int], int]) -> list[int]:
-        """Return the width of each row. `join` computes it from the row's own time and the sum of its children's
-        widths."""
+        """Return the width of each row. `join` combines the row's own time with the widths of its children."""
         widths, below = [max(time_ns, 0) for time_ns in times_ns], [0] * (len(rows) + 1)
         for place in reversed(range(len(widths))):
             widths[place] = join(widths[place], below[place])

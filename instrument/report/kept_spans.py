@@ -35,8 +35,7 @@ from instrument.trace.ledger import SHARE, UNKNOWN
 
 
 def successive_differences(numbers: Int64s) -> list[int]:
-    """Return the difference of each number from the one before it. Small differences make the JSON of a page
-    shorter."""
+    """Return the differences between successive numbers. Small numbers make the JSON of a page shorter."""
     differences: list[int] = np.diff(numbers, prepend=np.int64(0)).tolist()
     return differences
 
@@ -45,10 +44,10 @@ MOST_LISTED = 10_000
 """The maximum number of requests that the page lists."""
 
 MOST_SPANS = 200_000
-"""The maximum number of spans in a page. They take about 1.5 MB."""
+"""The maximum number of spans in a page, about 1.5 MB."""
 
 TURNS_OF_A_BATCH = 3
-"""The number of spans that take as much room in the page as one batch of a request."""
+"""The room that one batch of a request takes in the page, as a number of spans."""
 
 TEXT_BYTES = 2_000_000
 """The maximum number of bytes for the attributes of all spans."""
@@ -236,8 +235,7 @@ class KeptSpans:
         return dict(zip(failed.tolist(), np.searchsorted(self._errors, errors[failed]).tolist(), strict=True))
 
     def _encode_lanes(self, pairs: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """Return the names of threads, and the numbers of thread and task for each lane of the page. A task number of 0
-        means no task."""
+        """Return the threads and tasks of the page's lanes. A task number of 0 means no task."""
         names, tasks, threads = self._recording.trace.threads, Counter[int](), dict[int, int]()
         lanes: dict[str, list[int]] = {"thread": [], "task": []}
         for thread, task in pairs:
@@ -285,8 +283,8 @@ class KeptSpans:
         }
 
     def _attribute_texts(self) -> dict[int, dict[str, str]]:
-        """Return the attributes of spans by the span's number in the page. All attributes together have at most
-        `TEXT_BYTES`, so those of requests are kept first."""
+        """Return attributes by span number in the page. Requests come first, because `TEXT_BYTES` limits the total
+        size."""
         trace, texts_by_span, room = self._trace, dict[int, dict[str, str]](), TEXT_BYTES
         is_listed = make_mask(self.listed.rows, len(trace))
         having = trace.attributes.rows()

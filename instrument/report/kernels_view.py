@@ -40,7 +40,7 @@ from instrument.trace.layout import KernelColumns
 from instrument.trace.self_times import find_innermost_spans
 
 UNKNOWN = "(not known)"
-"""The text in place of a span if the span of an event is not known."""
+"""The text in place of an unknown span."""
 
 NOWHERE = "(no span was open)"
 """The text in place of a span if no span of the thread was open."""
@@ -61,8 +61,8 @@ class NumberedPlaces(NamedTuple):
 
 
 def find_open_spans(recording: Recording, thread_ids: Int64s, times_ns: Int64s, mask: Bools | None = None) -> Int64s:
-    """Return the row of the innermost open span for each thread and time. The row is -1 without an open span, and -2 if
-    several tasks had open spans. With a `mask`, only spans in the mask are searched."""
+    """Return the row of the innermost open span for each thread and time. A row of -1 means no open span. A row of -2
+    means open spans of several tasks. Only spans in `mask` are searched."""
     trace = recording.columns
     mask = np.ones(len(trace), dtype=np.bool_) if mask is None else mask.copy()
     if recording.trace.origin.recorder == "other":
@@ -248,8 +248,8 @@ class Kernels(View):
 
 
 def kernels(recording: Recording, options: Options) -> Kernels:
-    """Return the `kernels` view, which covers the time when torch.profiler ran. Without torch.profiler, the view has
-    the device intervals of spans. The options `sorted_by`, `rows`, `least_ns` and `unit` apply."""
+    """Return the `kernels` view of the time when torch.profiler ran. Without torch.profiler, the view has the device
+    intervals of spans. The options `sorted_by`, `rows`, `least_ns` and `unit` apply."""
     facts = recording.trace
     # torch.profiler may have watched memory alone.
     has_profiler = facts.watched is not None and (facts.kernels or not len(recording.columns.device))
@@ -320,8 +320,8 @@ class _Work(NamedTuple):
 
 
 def _sum_calls_by_group(work: _Work, groups: NDArray[Any], count: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield the count, sum, maximum, minimum and busy time of each group's calls. In the busy time, parallel calls on
-    one device count once."""
+    """Yield calls, total, maximum, minimum and busy time per group. Parallel calls on one device count once in the busy
+    time."""
     on_device, firsts = number_combinations(groups, number_combinations(work.device)[0])
     unions_ns = lengths_by_group(on_device, work.start_ns, work.end_ns, len(firsts))
     times = NodeTimes.sum_calls(Groups(groups, count), work.took_ns)
@@ -378,8 +378,7 @@ def _read_torch_work(recording: Recording) -> _DeviceWork:
 
 
 def _read_span_work(recording: Recording) -> _DeviceWork:
-    """Return the device intervals of spans as device work. Only the innermost intervals count, so no time of a stream
-    counts twice."""
+    """Return the innermost device intervals of spans as device work. Outer intervals would count time twice."""
     trace, window = recording.columns, recording.trace.coverage
     timed = trace.device.select(trace.device.is_measured)
     inner = timed.select(
@@ -406,8 +405,7 @@ def _coverage_lines(recording: Recording, work: _DeviceWork) -> list[str]:
 
 
 def _shorten_kernel_names(names: Iterable[str], room: int = LABEL_ROOM) -> Mapping[str, str]:
-    """Return a short label for each kernel name. Labels have no parameters. Long labels also lose namespaces, and then
-    their middle. Equal labels get numbers."""
+    """Return a short, distinct label for each kernel name."""
     labels: dict[str, str] = {}
     uses: Counter[str] = Counter()
     for name in names:

@@ -55,7 +55,7 @@ PEAK_OF: Mapping[str, str] = {
     "torch_allocated": "torch_allocated_peak",
     "torch_reserved": "torch_reserved_peak",
 }
-"""The gauges of used memory, each with the gauge of its peak, or "" without such a gauge."""
+"""The peak gauge of each gauge of used memory, or "" for none."""
 
 NAME_ROOM, THREAD_ROOM = 27, 14
 NAMED_THREADS = 4
@@ -123,8 +123,8 @@ class CountedAllocations(NamedTuple):
 
 
 def count_allocations(recording: Recording, state: str, by_thread: bool, is_wanted: Bools) -> CountedAllocations:
-    """Sum up the allocations of the time when torch.profiler ran. They count only for spans in the mask `is_wanted`.
-    `state` is `CPU` for the host, `GPU` for devices, or `All`."""
+    """Sum up the allocations that torch.profiler recorded. Each allocation counts for the innermost open span in the
+    mask `is_wanted`. `state` is `CPU` (the host), `GPU` (devices) or `All`."""
     facts = recording.trace
     first, last = facts.watched or facts.coverage
     allocations = Allocations.from_objects(facts.allocations)
@@ -181,8 +181,8 @@ def count_allocations(recording: Recording, state: str, by_thread: bool, is_want
 
 
 def _match_events_by_address(device: Int64s, address: Int64s, size_bytes: Int64s) -> tuple[Bools, Bools]:
-    """Return two masks of events. The first has the events whose previous event at the same address is an allocation.
-    The second has all events except the last at each address."""
+    """Return two masks of events. The first selects events that follow an allocation at the same address. The second
+    selects events that precede another event at the same address."""
     order = np.lexsort((address, device))
     address, device = address[order], device[order]
     is_next = np.zeros(len(order) + 1, dtype=np.bool_)
@@ -302,9 +302,9 @@ class MemoryView(View):
 
 
 def memory(recording: Recording, options: Options) -> MemoryView:
-    """Return the `memory` view, which covers the time when torch.profiler ran and the readings of all gauges. Rows are
-    sorted by the increase of memory. The option `sorted_by` may also be `calls`, or `total` for the allocated bytes.
-    With `threads: apart`, each thread has its own rows. `state` is `CPU` for the host, and `GPU` for devices."""
+    """Return the `memory` view: allocations while torch.profiler ran, and readings of all gauges. Rows are sorted by
+    the increase of memory. The option `sorted_by` may also be `calls` or `total` (the allocated bytes). With `threads:
+    apart`, each thread has its own rows. `state` is `CPU` (the host), `GPU` (devices) or `All`."""
     trace, facts = recording.columns, recording.trace
     # Torch takes all memory in one or two operators, for any caller.
     is_wanted = trace.are_of_sites([not is_operator(site) for site in trace.sites])

@@ -48,8 +48,8 @@ class CallTable:
     def from_spans(
         cls, trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
     ) -> CallTable:
-        """Return the call tree of the spans in the mask `among`. Only calls of `kinds` and their direct children have
-        device times."""
+        """Return the call tree of the spans in the mask `among`. Calls have device times only if they or their parents
+        are of `kinds`."""
         paths = build_call_tree(trace, kinds, window, among)
         names, of_site = trace.describe_sites(lambda site: (site.name, site.kind))
         name, around = of_site[paths.site], np.where(paths.is_elsewhere, NONE, paths.parent).astype(np.int32)
@@ -92,7 +92,7 @@ class CallTable:
 
 
 def find_outermost_callers(around: Int32s, name: Int64s) -> Int64s:
-    """Return for each node the outermost caller of the same name, or the node itself if no caller has that name."""
+    """Return each node's outermost caller of the same name. Return the node itself if no caller has the name."""
     outermost, up = np.arange(len(name)), around.copy()
     inner = np.flatnonzero(up != NONE)
     while len(inner):

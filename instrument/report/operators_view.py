@@ -80,7 +80,7 @@ class FlopRow:
 
     per_call = Ratio("flops", of="calls")
     rate_gflop_s = Ratio("flops", of="time_ns")
-    """The operations per ns, which equal 10^9 operations per second."""
+    """The number of operations per ns, which equals the rate in GFLOP/s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +113,8 @@ class FlopTable:
 
 
 def make_flop_table(recording: Recording, options: Options) -> FlopTable | None:
-    """Return the floating-point operations of operators and of other spans, None without any. Only operators also count
-    the operations of inner calls. This takes about 1 us for each span with operations."""
+    """Return the floating-point operations by name, or None if there are none. The count of an operator includes inner
+    calls. Other spans count only their own operations. This takes about 1 us per span with operations."""
     trace = recording.columns
     first, last = recording.trace.coverage
     having = trace.attributes.rows_with_attribute(FLOPS)
@@ -173,8 +173,8 @@ def make_flop_table(recording: Recording, options: Options) -> FlopTable | None:
 
 
 def _measure_launched_work_ns(recording: Recording, calls: Sequence[int]) -> Int64s:
-    """Return an array by trace row with the device time of each call in ns. It is the time of the kernels that the call
-    launched. For a call without recorded kernels, it is the time of the call's device intervals."""
+    """Return the device times of `calls` in ns, indexed by trace row. The times come from launched kernels. Calls
+    without recorded kernels use their device intervals."""
     trace, columns = recording.columns, KernelColumns.from_objects(recording.trace.kernels)
     rows = find_distinct(np.array(calls, dtype=np.int64))
     kernels = np.flatnonzero((columns.thread_id != 0) & (columns.kind == columns.find_kind_index("kernel")))
@@ -200,8 +200,8 @@ def _measure_launched_work_ns(recording: Recording, calls: Sequence[int]) -> Int
 
 
 def _sum_call_times(trace: Columns, calls: Sequence[int], launched_ns: Int64s) -> tuple[str, int | None]:
-    """Return `GPU` and the sum of the device times if all calls have one. Return `CPU` and the sum of the host times if
-    no call has one. Otherwise return "" and None."""
+    """Return `GPU` and the sum of device times if all calls have device times. Return `CPU` and the sum of host times
+    if no call has a device time. Otherwise return "" and None."""
     rows = np.array(calls, dtype=np.int64)
     on_device = launched_ns[rows][launched_ns[rows] > 0]
     if len(on_device) == len(rows):
@@ -372,7 +372,7 @@ def _ordered_operators(trace: Columns, calls: CallTable, timed: int) -> Iterator
     below = Members(paths.parent[order], len(paths), order)
 
     def group_by_site(nodes: Int64s) -> list[Int64s]:
-        """Return the nodes of each site. The site with the latest first call comes first."""
+        """Group nodes by site. Sites are sorted by their first calls, in descending order."""
         groups = [nodes[places] for places in Groups(number_by_first_occurrence(key[nodes])[0], len(nodes)).list_rows()]
         return sorted(groups, key=lambda group: -int(paths.first_ns[group].min()))
 

@@ -164,8 +164,8 @@ class _Stretches(NamedTuple):
 
 
 def _intervals_of_kinds(trace: Columns, window: Interval) -> dict[str, _Stretches]:
-    """Unite the intervals of each kind of span. Blocked event loops and garbage collections are left out, because their
-    time is part of the interrupted spans."""
+    """Unite the intervals of each kind of span. Blocked event loops and garbage collections are omitted, because the
+    interrupted spans contain them."""
     inside = are_in_window(trace.start_ns, trace.end_ns, window)
     inside &= ~trace.are_of_sites(list(map(is_interruption, trace.sites)))
     starts, ends = clip_intervals(trace.start_ns, trace.end_ns, window)
@@ -304,7 +304,7 @@ class OperationUse:
 
 def distribution(recording: Recording, options: Options) -> DistributionView:
     """Return the `distribution` view. The options `state`, `rows`, `least_ns` and `unit` apply. `rows` and `least_ns`
-    limit the operations by the time of their calls and waits."""
+    limit the list of operations."""
     trace, window = recording.columns, recording.trace.coverage
     coverage, calls = Coverage.measure_coverage(recording), np.flatnonzero(trace.are_of_kind("comm"))
     steps = _intervals_of_kinds(trace, window).get("step")
@@ -373,8 +373,8 @@ def _computation_of_host(trace: Columns, window: Interval) -> Union:
 
 
 def _measure_communication_intervals(trace: Columns, calls: Int64s) -> tuple[Int64s, Int64s]:
-    """Return the start and end times of each communication. Asynchronous communication lasts from its call to the end
-    of the wait for it."""
+    """Return the start and end times of each communication. An asynchronous communication ends when the wait for it
+    ends."""
     starts, ends = trace.start_ns[calls], trace.end_ns[calls]
     flight_ns = read_integer_attribute(trace.attributes, "in_flight_ns", calls, FARTHEST_NS)
     return np.where(flight_ns == NONE, starts, np.minimum(starts, ends - flight_ns).clip(-FARTHEST_NS)), ends

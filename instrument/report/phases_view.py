@@ -92,8 +92,8 @@ def find_phase_calls(trace: Columns, units: Units, interval: Interval) -> Calls:
 
 
 def _assign_calls_to_steps(trace: Columns, units: Units, rows: Int64s, stood_still: Bools) -> tuple[Int64s, Int64s]:
-    """Return the track and the end of each call. The track is `NONE` outside of kept steps. A generator that was
-    suspended ends at the latest with the step in which it began."""
+    """Return the track and the end of each call. The track is `NONE` outside of kept steps. A suspended generator ends
+    no later than its first step."""
     line, starts, ends = units.line_of[rows], trace.start_ns[rows], trace.end_ns[rows].copy()
     if units.steps is None:
         return line, ends
@@ -111,7 +111,7 @@ def _assign_calls_to_steps(trace: Columns, units: Units, rows: Int64s, stood_sti
 def _divide_unit_time_among_calls(
     units: Units, line: Int64s, starts: Int64s, ends: Int64s, rank: Int64s
 ) -> tuple[Int64s, Unions, Int64s]:  # fmt: skip
-    """Divide the time of units among calls sorted by rank. The first of several open calls gets the time."""
+    """Divide each unit's time among calls. Among several open calls, the first one in the list gets the time."""
     call, since, until = remove_overlaps(line, starts, ends, np.arange(len(line))[::-1])
     empty = np.flatnonzero(starts == ends)
     if len(empty):
@@ -152,7 +152,7 @@ class DividedTime:
         return PhaseTimes(rest_ns, None, None, None, compute_share(rest_ns, self.base_ns))
 
     def _measure_times(self, times_ns: Sequence[int], count: int, total_ns: int) -> PhaseTimes:
-        """Return the times of `count` units or calls. Times that are missing in `times_ns` are 0."""
+        """Summarize `count` times. Times that are missing in `times_ns` are 0."""
         some_ns = times_ns if len(times_ns) == count else [*times_ns, 0]
         return PhaseTimes(
             total_ns, compute_share(total_ns, count), max(some_ns), min(some_ns), compute_share(total_ns, self.base_ns)

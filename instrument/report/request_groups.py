@@ -30,19 +30,19 @@ ENDPOINT = "endpoint"
 """The value of `requests_by` that groups requests by endpoint."""
 
 NEAREST = 100
-"""The maximum number of requests with which a request, or a window, is compared."""
+"""The maximum number of requests in a comparison."""
 
 TRIALS = 5
-"""The number of most similar requests. Of them, the request with the median wall time is chosen."""
+"""The number of most similar requests from which the median request is chosen."""
 
 POOL = 5_000
-"""The maximum number of requests outside of a window that are searched for similar ones."""
+"""The maximum number of requests outside of a window to search for similar requests."""
 
 ENOUGH = 10
 """The minimum number of similar requests. If fewer exist, all requests of the endpoint are compared."""
 
 LIKE = 0.5
-"""The maximum difference between the base-2 logarithms of similar amounts of work. It means a factor of 1.4."""
+"""The maximum difference between the base-2 logarithms of similar amounts of work, a factor of 1.4."""
 
 CHANCE = 0.01
 """The expected number of typical requests per recording that count as slow."""
@@ -93,15 +93,15 @@ def refuse_unknown_group(recording: Recording, options: Options) -> None:
 
 
 MOST_NAMES = 20
-"""The maximum number of attributes in the error message on an unknown attribute."""
+"""The maximum number of attributes that the error message for an unknown attribute lists."""
 
 ROWS_WITH_NAMES = 1_000
 """The maximum number of requests from which attribute names are collected."""
 
 
 def group_attribute_values(values: Sequence[str | None], at_most: int) -> tuple[list[str], Int64s]:
-    """Return the names of groups, and the group of each value. The most frequent values have their own groups, and all
-    other values share a group. The group of None is `NONE`."""
+    """Return the names of groups, and the group of each value. The `at_most` most frequent values have their own
+    groups. All other values share one group. The group of None is `NONE`."""
     counts = Counter(value for value in values if value is not None)
     largest = [value for value, _ in counts.most_common(at_most)]
     number = {value: place for place, value in enumerate(largest)}
@@ -181,7 +181,7 @@ SIZE = re.compile(r"(?:^|[._])(?:size|tokens|bytes|length|count|items|rows|sampl
 """The pattern of attribute names whose values measure an amount of work."""
 
 SEARCHED_ROWS = 2_000
-"""The maximum number of rows in which attributes that measure work are searched."""
+"""The maximum number of rows to search for attributes that measure work."""
 
 
 def mask_requests_by_name(recording: Recording, name: str) -> Bools:
@@ -212,7 +212,7 @@ def find_size_attributes(trace: Columns) -> set[str]:
 
 
 def read_integer_attribute(attributes: Attributes, name: str, rows: Int64s, limit: int = 1 << 63) -> Int64s:
-    """Return an attribute of each row, or `NONE` if it is not an integer from 0 to below `limit`."""
+    """Return an attribute of each row. Return `NONE` for values that are not integers in `range(limit)`."""
     numbers = np.full(len(rows), NONE, dtype=np.int64)
     places = np.flatnonzero(np.isin(rows, attributes.rows_with_attribute(name)))
     for place, value in zip(places.tolist(), attributes.values(name, rows[places]), strict=True):
@@ -233,8 +233,8 @@ def read_sizes(trace: Columns, name: str, among: Int64s | None = None) -> NDArra
 
 
 def find_similar_requests(recording: Recording, place: int) -> tuple[Int64s, bool]:
-    """Return the indices of requests that are like request `place`, and True if their work is similar. If few requests
-    are similar, return any requests of the endpoint, and False."""
+    """Return the indices of requests of the same endpoint, and a flag. The flag is False if the work of the requests is
+    not similar."""
     trace, joined = recording.columns, recording.joined
     is_same = (
         mask_requests_by_name(recording, trace.sites[trace.site[joined.rows[place]]].name) & ~trace.clipped[joined.rows]
@@ -252,8 +252,8 @@ def find_similar_requests(recording: Recording, place: int) -> tuple[Int64s, boo
 
 
 def choose_median_requests(recording: Recording, targets: Int64s, outside: Int64s) -> Int64s:
-    """Return a typical request from `outside` for each target. It has the median wall time among the `TRIALS` requests
-    with the most similar work."""
+    """Return one request from `outside` for each target: the median, by wall time, of the `TRIALS` most similar
+    requests."""
     trace, joined = recording.columns, recording.joined
     walls, work = trace.total_ns[joined.rows], recording.compute_once(_measure_work)
     medians = []
@@ -278,7 +278,7 @@ def _measure_work(recording: Recording) -> NDArray[np.float64]:
 
 
 def estimate_slow_threshold_ns(walls: Int64s, requests: int) -> float:
-    """Return the wall time in ns above which a request is slow. Long wall times are taken to have an exponential
-    distribution. Then `CHANCE` typical requests per recording are above the threshold."""
+    """Return the wall time in ns above which a request is slow. The threshold assumes that long wall times have an
+    exponential distribution. About `CHANCE` typical requests per recording exceed the threshold."""
     middle, high = np.quantile(walls, [0.5, 0.75]).tolist()
     return float(middle + (high - middle) / math.log(2) * math.log(max(requests, 1) / CHANCE / 2))

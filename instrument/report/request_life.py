@@ -40,7 +40,7 @@ from instrument.trace.joined import Joined
 from instrument.trace.ledger import SHARE, STALL, Ledger, Moment, list_turns
 
 FEW = 40
-"""The maximum number of waits and batches for which each has a line of its own."""
+"""The maximum number of waits and batches that are listed on separate lines."""
 
 SMALL = 200
 """In a long list, a wait has its own line if it exceeds 1/`SMALL` of the wall time."""
@@ -184,8 +184,8 @@ def make_request_life(recording: Recording, name: str, options: Options) -> Requ
 
 
 def find_requests_by_key(trace: Columns, joined: Joined, name: str) -> list[int]:
-    """Return the indices of the requests with a key or span number, the longest first. Raises `TraceError` if there is
-    none."""
+    """Return the indices of requests by key or span number, the longest first. Raises `TraceError` if no request
+    matches."""
     by_key = [place for place, keys in joined.keys.items() if name in keys or encode_key(name) in keys]
     if not by_key and name.isdecimal() and len(name) < MOST_DIGITS:
         rows = np.flatnonzero(trace.span_id[joined.rows] == int(name))
@@ -248,8 +248,7 @@ def _make_turns(
 
 
 def _divide_batch_shares_among_turns(ledger: Ledger, moments: Sequence[Moment]) -> dict[Moment, int]:
-    """Divide a request's share of each batch among the request's moments in that batch, in proportion to their lengths.
-    All times are in ns."""
+    """Divide a request's share of each batch among the request's moments, by length. All times are in ns."""
     lengths, until = Counter[int](), Counter[int]()
     in_batches, shares = [moment for moment in moments if moment.pair != NONE], dict[Moment, int]()
     for moment in in_batches:

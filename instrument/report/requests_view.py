@@ -326,8 +326,8 @@ def requests(recording: Recording, options: Options) -> RequestTimes:
 
 
 def _count_requests(recording: Recording) -> tuple[Counter[str], Counter[str]]:
-    """Return the counts of topmost requests and of their errors by name, from the tally. A name is left out if all of
-    its requests are parts of other requests."""
+    """Count topmost requests and errors by name, from the tally. Names that occur only in parts of other requests are
+    omitted."""
     trace, rows = recording.columns, np.arange(len(recording.columns))
     names, of_site = trace.describe_sites(attrgetter("name"))
     topmost, unjoined = (

@@ -39,7 +39,7 @@ from instrument.report.table import (
 from instrument.report.view import Options, Recording, make_json_values
 
 NO_EVENTS = "no events"
-"""The reason that is printed for a span without device time if no other reason is known."""
+"""The default reason why a span has no device time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ BLANK = object()
 """A value that is printed as an empty cell."""
 
 RATIOS = ("ratio", "fill", "uneven", "running", "burden")
-"""The fields that are printed as percentages although their names do not end in `ratio`."""
+"""The fields that are printed as percentages although their names do not end in `_ratio`."""
 
 MIB = 1 << 20
 
@@ -89,7 +89,7 @@ SIZE_ROOM = 8
 """The width of a printed size, in columns."""
 
 Text = Callable[[Any, str], str]
-"""A function that returns the text of a cell from a value (or a whole row) and a unit of time."""
+"""A function that formats a value, or a whole row, as the text of a cell. The second argument is the unit of time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class View:
         return []
 
     def reasons_if_empty(self) -> list[str]:
-        """Return lines that explain an empty view. The list is empty if the view has data."""
+        """Return the reasons why the view is empty. Return no reasons if the view has data."""
         return []
 
     def sections(self) -> Sequence[Section]:
@@ -206,8 +206,7 @@ class View:
 
 
 def placeholder_name(row: Any, name: str) -> str:
-    """Return the printed name of a row without a name of its own, such as `(remaining 3)`. Return "" for any other
-    row."""
+    """Return a printed name such as `(remaining 3)` for a row without a name. Return "" for other rows."""
     remaining = getattr(row, "remaining", 0)
     if remaining:
         return f"(remaining {remaining})"
@@ -289,7 +288,7 @@ def list_cost_and_losses(recording: Recording) -> list[str]:
 
 
 def describe_uncached_cost(cost: Cost, base_ns: int) -> str:
-    """Return a text on the higher cost of calls if the recorder's data is not in the processor's caches."""
+    """Describe the cost of calls with cold processor caches."""
     if cost.most_ns <= cost.total_ns:
         return ""
     return (
@@ -328,7 +327,7 @@ def import_views(views: Sequence[str]) -> None:
 
 
 def default_views(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return `brief`, or `events` if an option is set that `brief` does not use."""
+    """Return `events` if any option is set that `brief` ignores, else `brief`."""
     is_set = any(options.get(name) is not None for name in ("tracer_option", "threads"))
     return ("events",) if is_set or options.get("state") in ("CPU", "GPU") else ("brief",)
 

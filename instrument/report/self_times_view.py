@@ -229,7 +229,7 @@ _SINGULAR = {"classes": "class", "ops": "op", "instances": "instance"}
 
 
 def classes(recording: Recording, options: Options) -> SelfTimes:
-    """Return the `classes` view: self times by type of layer, class of a method, or kind. The option `rows` limits the
+    """Return the `classes` view: self times by type of layer, by class, or by kind. The option `rows` limits the
     functions, and the rows of each function. Rows are sorted by time unless `sorted_by` is calls or averages.
     `tracer_option`, `state`, `threads` and `skip_first` do not apply."""
     return _make_view("classes", recording, options)
@@ -246,8 +246,8 @@ def instances(recording: Recording, options: Options) -> SelfTimes:
 
 
 def class_of_site(site: Site) -> str:
-    """Return the class to which a site's time belongs. It is the type of a layer, the class of a method, the name of a
-    copy or loader, or a torch operator's namespace, such as `aten`. For any other site, return its kind in brackets."""
+    """Return a site's class, such as a layer's type, a method's class, or `aten`. Return the kind in brackets if the
+    site has no class."""
     if is_operator(site) and "::" in site.name:
         return site.name.partition("::")[0]
     owner = site.qualname.rpartition(".")[0]
@@ -395,7 +395,7 @@ class _FunctionTable:
         return path[::-1]
 
     def make_function_times(self, number: int) -> FunctionTimes:
-        """Return a function with its first rows, up to the limit of the options, and the sum of the omitted rows."""
+        """Return a function's rows up to the row limit, and the sum of the omitted rows."""
         sums = FunctionSums._make(self.functions[number].tolist())
         groups = self._groups[sums.first : sums.first + sums.rows]
         time_ns = groups[:, Group._fields.index("time_ns")]

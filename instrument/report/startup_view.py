@@ -356,8 +356,8 @@ def _sum_preparations(rows: Sequence[Preparation], sums: Sequence[str], **facts:
 def _divide_preparation_times(
     rows: Iterable[Row], request_ns: int, recording: Recording
 ) -> tuple[dict[str, int], dict[str, int], bool]:
-    """Return the times of loading and compiling before the first request, and those after it. Time in requests does not
-    count. The last result is True if overwritten spans make the times uncertain."""
+    """Sum up loading and compiling before and after the first request. Time within requests does not count. The flag is
+    True if overwritten spans make the sums uncertain."""
     before, after = dict.fromkeys(WORDS.values(), 0), dict.fromkeys(WORDS.values(), 0)
     on_both_sides = False
     for row in rows:

@@ -97,8 +97,8 @@ def shorten(text: str, limit: int) -> str:
 
 
 def shorten_distinctly(texts: Sequence[str], limit: int) -> list[str]:
-    """Shorten texts to at most `limit` columns, so that different texts remain different. Texts that would become equal
-    lose their common beginning, not their middle. If they are still equal, they get numbers."""
+    """Shorten texts to at most `limit` columns, so that different texts remain different. Similar texts lose their
+    common beginning, or get numbers."""
     alike: dict[str, list[str]] = {}
     for text in dict.fromkeys(texts):
         alike.setdefault(shorten(text, limit), []).append(text)
@@ -277,7 +277,7 @@ def make_named_table_lines(header: Sequence[str], rows: Sequence[Sequence[str]],
 def limit_rows(
     lines: Sequence[Line], options: Options, time_ns: Callable[[Line], int], make_rest: Callable[[Sequence[Line]], Line]
 ) -> tuple[Line, ...]:
-    """Return the rows that the options allow, in the given order. `make_rest` makes a last row that sums up the others.
+    """Return the rows that the options allow, and one row for the omitted rows. `make_rest` makes that last row.
     `time_ns` returns the time of a row."""
     heavy = [line for line in lines if time_ns(line) >= options.least_ns][: options.row_limit]
     if len(heavy) == len(lines):
@@ -291,7 +291,7 @@ def make_row_summer(*sums: str) -> Callable[[Sequence[Any]], Any]:
 
 
 def sum_omitted_rows(rows: Sequence[Row], sums: Sequence[str], **facts: Any) -> Row:
-    """Return one row that sums up `rows`. The fields `sums` are added up, and `facts` has values of other fields."""
+    """Return one row for all `rows`. The fields in `sums` are added up. `facts` sets other fields."""
     values = {field.name: "" if isinstance(getattr(rows[0], field.name), str) else None for field in fields(rows[0])}
     added = {name: sum(getattr(row, name) for row in rows) for name in sums}
     return type(rows[0])(**{**values, **added, "remaining": len(rows), **facts})

@@ -242,7 +242,7 @@ class Recording:
 
     @classmethod
     def from_trace(cls, trace: Trace, make_tally: Callable[[], Tally] | None = None) -> Recording:
-        """Return the recording of a trace. `make_tally` returns the file's tally. Without it, the spans are counted."""
+        """Return the recording of a trace. Without `make_tally`, the tally counts the trace's spans."""
 
         def count_spans(recording: Recording) -> Tally:
             from instrument.trace.call_tree import tally_spans

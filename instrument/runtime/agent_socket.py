@@ -44,14 +44,14 @@ MOST_WAITING = 512
 """The maximum number of processes that wait to join while the agent is busy."""
 
 ANSWER_S = 5.0
-"""The seconds after which an agent without an answer counts as hanging."""
+"""The seconds without an answer after which an agent counts as hanging."""
 
 _RUN_NAME = late_pattern(r"[\w.-]{1,64}")
 
 
 def find_shared_file(name: str, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the path of a file that the processes of a run share, None without a run. Each version of Python has its
-    own file."""
+    """Return the path of a file that a run's processes of the same Python version share. Return None outside of a
+    run."""
     folder = Path(environ.get(VARIABLE, "")).parent
     is_own = folder.name == environ.get("INSTRUMENT_RUN") and folder.is_dir()
     return folder / f"{name}-{sys.implementation.cache_tag}" if is_own else None
@@ -93,8 +93,8 @@ def refuse_shared_folder(folder: Path) -> None:
 
 
 def listen_on_socket(path: Path) -> socket.socket:
-    """Listen on a new socket at a path. A leftover socket there is replaced. Raises `OSError`, also if a process
-    listens there already."""
+    """Listen on a new socket at a path. A leftover socket at the path is replaced. Raises `OSError`, for example if a
+    process already listens at the path."""
     holder = listener_pid(path)
     if holder is not None:
         silence = "" if _agent_answers(path) else no_answer_text(holder)
@@ -164,7 +164,7 @@ def list_runs() -> list[Path]:
 
 
 def parse_first_pid(run: str) -> int:
-    """Return the id of a run's first process, with which the run's name ends. Return 0 for any other name."""
+    """Return the process id at the end of a run's name, or 0."""
     number = run.rpartition("-")[2]
     return int(number) if number.isdecimal() else 0
 
@@ -180,7 +180,7 @@ def process_note_path(folder: Path, pid: int, started: int) -> Path:
 
 
 def find_unreported_processes(folder: Path) -> list[int]:
-    """Return the ids of a run's ended processes whose end no agent has reported."""
+    """Return the ids of ended processes that no agent has reported."""
     pids = []
     for path in list_matching_paths(folder, f"*{NOTE_SUFFIX}"):
         pid, _, started = path.name.removesuffix(NOTE_SUFFIX).partition("-")
@@ -194,7 +194,7 @@ def find_unreported_processes(folder: Path) -> list[int]:
 
 
 def read_unsent_count(folder: Path) -> int:
-    """Return the number of spans of ended processes that may be unsent. The agent writes this number to a file."""
+    """Return the number of possibly unsent spans of ended processes, from the agent's file."""
     with suppress(OSError, ValueError):
         return int((folder / UNSENT).read_text())
     return 0
@@ -340,7 +340,7 @@ def create_run_socket(run: str) -> socket.socket:
 
 
 def create_run_and_socket_path(run: str) -> Path:
-    """Create a run's folder. Return the path for its agent's socket, which does not exist yet. Raises `OSError`."""
+    """Create a run's folder, and return the path of the agent's future socket. Raises `OSError`."""
     remove_abandoned_runs()
     folder = create_run_folder(run)
     (folder / INTERPRETER).symlink_to(sys.executable)
@@ -363,8 +363,8 @@ def start_agent(listener: socket.socket, run: str, first: int) -> None:
 
 
 def can_replace_agent(path: Path) -> bool:
-    """Return True if a process of the run may replace an ended agent. An agent that a user started by hand is never
-    replaced. If `instrument run` is the first process of a container, only it restarts the agent."""
+    """Return True if this process may replace an ended agent. Agents that a user started are never replaced. If
+    `instrument run` is a container's first process, only `instrument run` replaces the agent."""
     folder = path.parent
     is_of_container = parse_first_pid(folder.name) == 1 and FIRST in os.environ
     is_of_run = folder.name == os.environ.get("INSTRUMENT_RUN") and not is_of_container
@@ -372,8 +372,8 @@ def can_replace_agent(path: Path) -> bool:
 
 
 def replace_ended_agent(path: Path) -> bool:
-    """Start an agent if the run's agent has ended. Return True if an agent listens now. It takes some 20 ms, and runs
-    no fork hooks. No other thread may fork meanwhile, because the child would inherit the socket."""
+    """Start an agent if the run's agent has ended. Return True if an agent listens now. The start takes some 20 ms and
+    runs no fork hooks. Other threads must not fork meanwhile, because the child would inherit the socket."""
     folder = path.parent
     with suppress(OSError), (folder / BEGINNINGS).open("a+") as beginnings:
         if not _try_lock_file(beginnings):

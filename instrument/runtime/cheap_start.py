@@ -47,8 +47,8 @@ class LazyModule:
 
 @contextmanager
 def late_patterns() -> Iterator[None]:
-    """Delay the compilation of regular expressions in modules that are imported in the `with` block. They are compiled
-    at first use. The process must have a single thread."""
+    """Delay the compilation of regular expressions until first use. This affects modules that the `with` block imports.
+    The process must have a single thread."""
     compile_now = re.compile
     re.compile = late_pattern
     try:

@@ -109,8 +109,8 @@ def read_parent_pid(pid: int) -> int:
 
 
 def read_auxiliary_vector(pid: int | None = None) -> bytes:
-    """Return the auxiliary vector of a process, by default of this process. It is empty if unreadable. The vector
-    changes when the process executes another program."""
+    """Return the auxiliary vector of a process, or b"" if unreadable. The vector changes when the process executes
+    another program."""
     try:
         return (PROC / str(pid or "self") / "auxv").read_bytes()
     except OSError:
@@ -141,8 +141,8 @@ def measure_usable_memory_bytes() -> int | None:
 
 
 def memory_waits_us(pid: int | None = None) -> int | None:
-    """Return the time in us for which threads of the control group have waited for memory, None if unknown. If the
-    group does not measure it, the result is the time on the whole machine."""
+    """Return the us for which threads of the control group have waited for memory. Without such a measurement, return
+    the time of the whole machine, or None."""
     groups = [group / "memory.pressure" for controller, group in control_groups(pid) if controller == ""]
     for file in (*groups[:1], PROC / "pressure/memory"):
         try:
@@ -164,8 +164,8 @@ def _read_cgroup_limits(names: Mapping[str, list[str]], pid: int | None = None) 
 
 
 def control_groups(pid: int | None = None) -> Iterator[tuple[str, Path]]:
-    """Yield the controller and the folder of each control group of a process, and of the groups above. In version 2 of
-    control groups, the controller is ""."""
+    """Yield the controller and folder of each control group of a process. Parent groups are included. In version 2, the
+    controller is "" for all groups."""
     try:
         lines = (PROC / (str(pid) if pid else "self") / "cgroup").read_text("utf-8").splitlines()
     except (OSError, ValueError):
@@ -204,9 +204,9 @@ class Connections(NamedTuple):
 def list_connections(
     process: Path, listened: frozenset[int] = frozenset(), table: Iterable[TcpRow] | None = None, start_ticks: int = 0
 ) -> Connections:
-    """Return the TCP connections of a process. `process` is the process's folder in `/proc`. `listened` are ports at
-    which the process listened earlier. If the process has ended, `table` has the sockets of the process's network, and
-    `start_ticks` is the process's start time in clock ticks."""
+    """Return the TCP connections of a process. `process` is the process's folder in `/proc`. `listened` has ports at
+    which the process listened earlier. The last arguments are for an ended process. `table` has the sockets of the
+    process's network. `start_ticks` is the process's start time in clock ticks."""
     least_left = _compute_time_wait(start_ticks or clock.read_process_start_ticks(process / "stat"))
     inodes = list_socket_inodes(process)
     rows = list(read_tcp_rows(process) if table is None else table)
@@ -236,7 +236,7 @@ def has_listening_socket() -> bool:
 
 
 def _is_listening_socket(descriptor: int) -> bool:
-    """Return True if a descriptor is a listening socket, and close the descriptor."""
+    """Return True for a listening socket. The descriptor is closed."""
     try:
         opened = _socket.socket(fileno=descriptor)
     except OSError:  # a file
@@ -279,7 +279,7 @@ class TcpRow(NamedTuple):
 
 
 def _compute_time_wait(start_ticks: int) -> int:
-    """Return the clock ticks for which the system still lists a connection that closed at the time `start_ticks`."""
+    """Return the clock ticks for which the system keeps listing a connection that closed at `start_ticks`."""
     hertz = os.sysconf("SC_CLK_TCK")
     clock_id = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # without it there are no rows to judge either
     return TIME_WAIT_S * hertz - (int(time.clock_gettime(clock_id) * hertz) - start_ticks)

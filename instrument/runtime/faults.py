@@ -29,7 +29,7 @@ class Faults:
         self._of_rules: dict[str, tuple[str, Counter[str]]] = {}
 
     def __reduce__(self) -> str:
-        """Pickle the counter by its global name. Functions that are pickled by value refer to the counter."""
+        """Pickle the global name, because functions that are pickled by value refer to the counter."""
         return "FAULTS"
 
     def note(self, place: str, fault: BaseException) -> None:
@@ -53,12 +53,12 @@ class Faults:
         return None
 
     def guard(self, place: str) -> _Guard:
-        """Return a context manager that counts an exception of its block as our fault, and does not raise it."""
+        """Return a context manager that suppresses exceptions, and counts them as our faults."""
         return _Guard(place)
 
     def note_unreadable_value(self, place: str, words: str, kind: str = "") -> None:
-        """Count a failure to read a value that a rule names. The failure is no fault of ours. Never raises. `place` is
-        the rule's place in the profile. One line is logged per place and kind."""
+        """Count a failure to read a value that a rule names. Never raises. `place` is the rule's place in the profile.
+        One line is logged per place and kind."""
         with self._lock:
             _, kinds = self._of_rules.setdefault(place, (words, Counter()))
             kind = kind if kind in kinds or len(kinds) < MOST_KINDS else OTHER_KINDS

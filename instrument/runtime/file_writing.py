@@ -47,7 +47,7 @@ def open_replacement(path: Path) -> Iterator[BinaryIO]:
 
 
 def _may_be_replaced(path: Path) -> bool:
-    """Return True for a regular file, and for a link to a regular file or to nothing. Links below `/dev`, such as
+    """Return True for a regular file, a link to a regular file, or a broken link. Links below `/dev`, such as
     `/dev/stdout`, may not be replaced."""
     is_link = stat.S_ISLNK(path.lstat().st_mode)
     if is_link and path.parent.resolve().is_relative_to("/dev"):
@@ -106,8 +106,8 @@ def remove_unfinished_files(folder: Path) -> int:
 
 
 def remove_files_until_freed(files: Iterable[tuple[Path, int]], over_bytes: int) -> list[Path]:
-    """Remove files in the given order until `over_bytes` are freed. Return the removed files. `files` has the size of
-    each. Files that another process removes first also count. Files of other users remain."""
+    """Remove files in the given order until `over_bytes` are freed. Return the removed files. `files` has paths and
+    sizes. Files that another process has just removed also count as freed."""
     removed = []
     for path, size_bytes in files:
         if over_bytes <= 0:
@@ -123,10 +123,10 @@ def remove_files_until_freed(files: Iterable[tuple[Path, int]], over_bytes: int)
 
 
 ISAL_LEVEL = 1
-"""The compression level for ISA-L. Level 0 makes files a quarter larger, levels 2 and 3 no smaller."""
+"""The compression level for ISA-L. Level 0 makes files a quarter larger. Levels 2 and 3 save nothing."""
 
 ZLIB_MEMORY_LEVEL = 9
-"""The highest memory level of zlib. It is the fastest, and takes half a MiB per written file."""
+"""The highest memory level of zlib, which is the fastest. Each written file takes half a MiB."""
 
 
 class Compressor(Protocol):

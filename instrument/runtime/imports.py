@@ -144,9 +144,10 @@ def install_import_hook(
 ) -> Undo:
     """Install an import hook. Return the function that removes it.
 
-    For each module with a true `wants(name)`, `begins(name)` is called before the import, and `imported(module)` after
-    the import. Both run on the importing thread, under the module's import lock. `asked_for_code()` is called before
-    `runpy` runs such a module. The trace function of `watch` is removed during imports.
+    A module is wanted if `wants(name)` is true. `begins(name)` is called before the import of a wanted module, and
+    `imported(module)` after the import. Both run on the importing thread, under the module's import lock.
+    `asked_for_code()` is called before `runpy` runs a wanted module. The trace function of `watch` is removed during
+    imports.
     """
     finder = Finder(wants, imported, asked_for_code, begins, watch)
     sys.meta_path.insert(0, finder)

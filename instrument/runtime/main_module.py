@@ -22,7 +22,7 @@ else:
     ast, linecache = LazyModule("ast"), LazyModule("linecache")
 
 MAINS = ("__main__", "__mp_main__")
-"""The `__name__` of a program's main module, and of the main module of a child that multiprocessing has spawned."""
+"""The `__name__` of a program's main module, and of a spawned multiprocessing child's main module."""
 
 _WATCHED = ("<module>", "_bootstrap")
 """The names of the code objects in which a main module may start: a module body, or a spawned child's first
@@ -76,8 +76,8 @@ class MainNames(ModuleType):
 
 
 def find_spawned_namespace() -> MainNames | None:
-    """Return the namespace in which the functions of a spawned child run, None in any other process. The child's main
-    module is only a copy of that namespace."""
+    """Return the namespace of a spawned child's functions, None in any other process. The child's main module is only a
+    copy of that namespace."""
     module = sys.modules.get(MAINS[1])
     if module is None:
         return None
@@ -182,7 +182,7 @@ class Watch:
         self._means: _Monitoring | _Tracing | None = None
 
     def begin(self) -> None:
-        """Watch the main module's body from now on. If the body has not begun, the watch begins with it."""
+        """Watch the main module's body from now on, or from the start of the body."""
         frames: list[FrameType] = []
         caller: FrameType | None = sys._getframe(1)
         while caller is not None:
@@ -243,8 +243,8 @@ class Watch:
         return module is not None and any(map(self._wants, list_names_of_module(module)))
 
     def is_body_to_watch(self, code: CodeType, names: dict[str, Any]) -> bool:
-        """Return True if `code`, which is about to run, is the main module's body. If the body's source is not
-        readable, return False and end the watch."""
+        """Return True if `code` is the main module's body, which is about to run. The watch ends if the body's source
+        is not readable."""
         if self._names:
             return False  # it has been found
         if self._is_main(code, names):

@@ -114,7 +114,7 @@ def _write_memory(address: int, data: bytes) -> None:
 
 
 def _map_page(libc: ctypes.CDLL) -> int:
-    """Map a memory page for the header, which forked children do not inherit. Raises `OSError`."""
+    """Map a memory page for the header. Forked children do not inherit the page. Raises `OSError`."""
     try:
         fd = _create_memfd()
     except (OSError, AttributeError):

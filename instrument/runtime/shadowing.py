@@ -22,8 +22,8 @@ _LIBRARIES = frozenset({"isal", "msgspec", "numpy", "opentelemetry", "yaml"})
 
 
 def guard_imports(folders: Iterable[str] = ()) -> None:
-    """Make our imports ignore modules with the names of standard modules. Such modules may be in `folders`, or in
-    folders before the standard library on `sys.path`."""
+    """Make our imports ignore modules that shadow standard modules. The ignored modules are in `folders`, or in folders
+    before the standard library on `sys.path`."""
     before = []
     for entry in sys.path:
         if entry.startswith(_STANDARD) or entry.endswith(".zip"):
@@ -108,7 +108,7 @@ class _Guard:
         return spec
 
     def unload_modules(self) -> None:
-        """Remove our standard modules from `sys.modules`, so that the service loads its own."""
+        """Unload the standard modules that we imported, so that the service loads its own."""
         while self._loaded:
             name = self._loaded.pop()
             if module := sys.modules.pop(name, None):

@@ -110,8 +110,7 @@ _library_threads: dict[int, int] = {}
 
 @contextmanager
 def count_library_threads() -> Iterator[None]:
-    """Count threads that a library starts in the `with` block as our own. For example, numpy's import starts threads of
-    OpenBLAS."""
+    """Treat threads that start in the `with` block as ours. For example, numpy starts threads of OpenBLAS."""
     before = _count_threads()
     try:
         yield
@@ -159,8 +158,8 @@ _child_begins: Callable[[], None] | None = None
 
 
 def hook_forks(before: Callable[[], None], in_parent: Callable[[], None], in_child: Callable[[], None]) -> None:
-    """Call functions before and after each fork. A fork by C code does not call them. After such a fork,
-    `catch_up_with_fork` calls `before` and `in_child`."""
+    """Call functions before and after each fork by Python. After a fork by C code, `catch_up_with_fork` calls `before`
+    and `in_child`."""
     global _child_begins
 
     def begin_child() -> None:

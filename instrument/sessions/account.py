@@ -207,8 +207,8 @@ class SessionDiagnostics:
         return OwnNotes(tuple(sorted(make_rule_marks(verdicts))), tuple(waiting), tuple(listed))
 
     def verdicts(self, *, of_all: bool = True) -> list[Verdict]:
-        """Return the result of each rule and target, with its number of calls. `of_all` includes rules whose modules
-        are not imported."""
+        """Return the verdict on each rule and target, with the number of calls. `of_all` adds rules whose modules are
+        not imported."""
         verdicts = self.selection.verdicts(of_all=of_all)
         calls: Counter[object] = Counter()
         for site, called in calls_by_site(self.recorder).items() if verdicts else ():

@@ -40,10 +40,10 @@ else:
     metrics_queue = LazyModule("instrument.otlp.metrics_queue")
 
 FLUSH_POLL_S = 0.01
-"""Seconds between two checks by `flush` whether the agent has sent everything."""
+"""Seconds between checks while `flush` waits for the agent."""
 
 SCRAPE_WAIT_S = 1.0
-"""Seconds for which a scrape waits for a busy session. Then it gets the metrics of the previous scrape."""
+"""Seconds for which a scrape waits for a busy session. After that, the scrape gets the previous metrics."""
 
 GAUGE_AGE_LIMIT_NS = 30 * 10**9
 """The time in ns after which a reading of a gauge is too old for a scrape."""
@@ -63,8 +63,8 @@ class SessionLock:
 
     @contextmanager
     def acquire_within(self, timeout_s: float = -1) -> Iterator[bool]:
-        """Acquire the lock for a `with` block. Yield False after `timeout_s` without success. The release sends
-        postponed signals again."""
+        """Acquire the lock for a `with` block. Yield False if `timeout_s` passes first. Postponed signals are sent
+        again after the release."""
         is_acquired = self._lock.acquire(timeout=timeout_s)
         try:
             yield is_acquired
@@ -150,8 +150,7 @@ class Exporting:
         return True
 
     def _choose_export_process(self) -> None:
-        """Leave the export to an agent that exists or that this process can start, else export here. The choice is
-        final."""
+        """Leave the export to the agent if the run can have one, else export here. The choice is final."""
         if self._is_left_to_agent() and self._exporter is not None and RECORDER.memory_fd >= 0:
             self.handover.is_here, self.handover.has_agent = False, True
         if self._exporter is not None:  # an agent joins the requests of its run, and leaves them their own traces
@@ -184,8 +183,8 @@ class Exporting:
         self.handover.left |= losses_by_name({"unread": ended.fates.get("unread", 0)})
 
     def _read_own_recording(self, read: Callable[[ExportLoop, RecordingExport], bool]) -> bool:
-        """Call `read`, which reads new rows of this process, and return the result of `read`. Without a recording,
-        return True. An error ends the export, and the result is True."""
+        """Call `read`, which reads new rows of this process. Return the result of `read`. Return True without a
+        recording. An error ends the export and returns True."""
         loop, sender = self.loop, self._read_by
         if loop is None or sender is None or RECORDER.memory_fd < 0:
             return True

@@ -38,7 +38,7 @@ STREAMS = ("stderr", "stdout")
 
 
 def add_pid_to_template(template: str, *, is_first: bool) -> str:
-    """Return a path template with `{pid}` added, unless it has one or this is the run's first process."""
+    """Add `{pid}` to a path template that lacks it. The template of the run's first process remains unchanged."""
     if "{pid}" in template or is_first:
         return template
     folder, name = os.path.split(template)

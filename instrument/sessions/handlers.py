@@ -79,7 +79,7 @@ class Window:
 
     @property
     def trace(self) -> Trace:
-        """The trace of the window. The first access makes it, in some 2 us per span and 15 us per operator of torch. If
+        """The trace of the window. The first access takes some 2 us per span, and 15 us per operator of torch. If
         torch.profiler ran in the window, the trace also has torch's operators (as spans), kernels, allocations and
         floating-point operations."""
         if self._trace is None:  # two threads may make it, and neither waits for the other
@@ -176,8 +176,8 @@ def export_chrome(folder: str | os.PathLike[str]) -> Handler:
 
 
 def make_chrome_handler(folder: str | os.PathLike[str], worker: str | None = None) -> Handler:
-    """Return a handler that writes each window to a Chrome trace in `folder`. It runs within `step`. `worker` replaces
-    the service in file names."""
+    """Return a handler that writes each window to a Chrome trace in `folder`. The handler runs within `step`. `worker`
+    replaces the service in file names."""
     into = environment.working_folder() / folder
 
     def write_window(window: Window) -> None:

@@ -86,7 +86,7 @@ class Handover:
         return self._read_checkpoint(ExportCheckpoint.is_taken, default=False)
 
     def await_agent_reading(self, recorded: int, *, metered: bool, is_left: Callable[[], bool]) -> int:
-        """Wait until the agent has read all rows of the last session, before the next one overwrites them. Return the
+        """Wait until the agent has read all rows of the last session. A new session overwrites these rows. Return the
         number of unread rows.
 
         With `metered`, the rows must also be in the agent's metrics. `is_left()` returns True if an agent will read the
@@ -110,8 +110,8 @@ class Handover:
         return ended_rows + sum(state.places.values()) if state is not None else 0
 
     def progress(self) -> Progress:
-        """Return the agent's progress with the export of this session. `before` has counts of the previous session that
-        are not reported yet."""
+        """Return the agent's export progress in this session. `Progress.before` has unreported counts of the previous
+        session."""
 
         def read_session_progress(place: ExportCheckpoint) -> Progress:
             progress = place.read_progress()
@@ -230,7 +230,7 @@ class GaugeWatch:
     # ---------------------------------------------------------------- what the agent does not know
 
     def _send_torch_memory(self, *, is_last: bool = False) -> None:
-        """Send readings of torch's allocator to the agent, which cannot read them itself."""
+        """Send readings of torch's allocator to the agent, because only this process can read them."""
         if self._gauges.readable_settings().host_ns is None:
             return
         now_ns = time.monotonic_ns()

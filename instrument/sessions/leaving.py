@@ -45,8 +45,8 @@ EXIT_LIMIT_NS = 5 * 10**9
 """The maximum time in ns for the end of a session, without the time to write files."""
 
 SENDING_S, REPORT_S, SUMMARY_S = 2.5, 1.5, 0.5
-"""The minimum seconds that remain of `EXIT_LIMIT_NS` when sending begins, when the run's report begins, and when the
-summary begins."""
+"""The minimum seconds of `EXIT_LIMIT_NS` that remain at the start of sending, of the run's report, and of the
+summary."""
 
 UNHEARD = "agent: the agent of the run does not answer: each process of the run reports on itself alone"
 UNTOLD = "agent: it is not known how process %s ended, or whether there is a capture: the agent of the run had ended"

@@ -180,8 +180,9 @@ class Membership:
         - `others`: a running process will print the run's report.
         - `report`: the caller must print this text.
         - `late`: the report was not ready in time.
-        - `unheard`: the agent is slow or has ended. If it has ended, `unreported` has the ids of ended processes that
-          no agent has reported, and `unsent` counts spans.
+        - `unheard`: the agent is slow or has ended.
+        - `unreported`: the ids of ended processes that no agent has reported, if the agent has ended.
+        - `unsent`: the number of unsent spans, if the agent has ended.
         - `unseen`: a note on processes that record nothing.
         """
         if not self.path:

@@ -321,8 +321,7 @@ def stop_on_sigterm() -> None:
 
 
 def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
-    """Stop the session because of a signal. If that is impossible now, return False, and send the signal again
-    later."""
+    """Stop the session because of a signal. Return False if the signal will be sent again later."""
     running = _session
     if running is not None and running.exporting.lock.postpone_signal(number):
         return False
@@ -344,11 +343,11 @@ def _stop_for_signal(number: int, frame: FrameType | None) -> bool:
 
 
 _resending: dict[int, int] = {}
-"""The id of the process that is sending a signal to itself again, by signal. 0 means that no process does."""
+"""The id of the process that resends a signal to itself, by signal. 0 means no process."""
 
 
 def _is_in_own_code(frame: FrameType | None) -> bool:
-    """Return True if a frame or its callers are the session's own code, which may have a lock."""
+    """Return True if a frame, or one of its callers, runs code that may have a lock of the session."""
     rooms = {__name__, *(part.__module__ for part in (Session, Recorded, Selection))}
     while frame is not None:
         if frame.f_globals.get("__name__") in rooms:
@@ -378,8 +377,8 @@ _forking = local()
 
 
 def _before_fork() -> None:
-    """Wait for a reload on another thread. Make the run's board if the run has none. A board is shared memory in which
-    processes mark the rules that they use."""
+    """Wait for a reload on another thread. Make the run's board if the run has none. In this shared memory, processes
+    mark the rules that they use."""
     session = _session
     if session is not None and not os.environ.get(board.VARIABLE):
         session.leaving.undos.append(board.make_board())

@@ -111,10 +111,11 @@ def load_profile(path: str | os.PathLike[str]) -> Profile:
 
 
 def describe_exemption(request: Request, now: Profile, file: Path | None) -> str:
-    """Return "" if this process must obey a request, else a text that describes the process. Raises `ProfileError`.
+    """Return "" if a request applies to this process. Otherwise, return a description of the process. Raises
+    `ProfileError`.
 
-    A request is for processes whose own file is the request's `path`. With `switch`, it is also for processes of the
-    service that the profile at `path` names.
+    A request with a `path` applies to processes that use this profile. With `switch`, it applies to all processes of
+    the profile's service.
     """
     service, path = request.service, request.path
     is_own = path is None or (file is not None and _is_same_file(Path(path), file))
@@ -374,7 +375,7 @@ class ControlThread:
                 self._thread = thread
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread. Wait up to `timeout_s` seconds for its reload."""
+        """End the thread. Wait up to `timeout_s` seconds for its end."""
         with self._lock:
             thread, self._thread, self._stopping, self._has_begun = self._thread, None, True, False
         if thread is not None:

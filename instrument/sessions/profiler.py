@@ -418,8 +418,8 @@ class Profiler:
     def loader(self, batches: Any, name: str | None = None) -> LoaderItems:
         """Return the items of an iterable, and measure the wait for each item.
 
-        `Profiler.step_info` reports the waits as the reader cost. Waits on all threads count, also if no session
-        records them. `name` and the spans are those of `instrument.loader`.
+        Waits on all threads count, even without a session. `Profiler.step_info` calls the waits the reader cost. `name`
+        and the spans are those of `instrument.loader`.
 
         Raises `TargetError` for an asynchronous iterable, and the errors of `instrument.loader`.
         """
@@ -437,8 +437,8 @@ class Profiler:
     def step_info(self, unit: str | None = None) -> str:
         """Return a line of averages since the last call of this method.
 
-        The line has the reader cost and the batch cost in seconds, and the samples per second. `unit` is the word for a
-        sample. If the samples are not known, steps are counted. A missing value is `-`.
+        The line has the reader cost and the batch cost in seconds, and the samples per second. Without numbers of
+        samples, the line has the steps per second. `unit` is the word for a sample. A missing value is `-`.
         """
         with self._lock:
             since, self._since = self._since, Benchmark(skip=0)
@@ -478,7 +478,7 @@ class Profiler:
         return "\n".join(lines).rstrip("\n") + "\n"
 
     def export(self, path: str | os.PathLike[str]) -> Path:
-        """Write the newest window to a file, as `Window.export` does. Raises `StateError` if no window has ended."""
+        """Write the newest window to a file with `Window.export`. Raises `StateError` if no window has ended."""
         window = self.window
         if window is None and OFF:
             process.log_switched_off()

@@ -102,7 +102,7 @@ class PublishedFacts:
             self.publish()
 
     def publish_resource(self) -> None:
-        """Write the resource attributes that the service gave its OpenTelemetry SDK. Our exports then have the same
+        """Write the resource attributes of the service's OpenTelemetry SDK, so that our exports have the same
         attributes."""
         if self._recorded.exporter is None:
             return
@@ -226,7 +226,7 @@ class PublishedFacts:
         return asdict(replace(own_notes, at_work=own_notes.at_work[:MOST_MARKS], waiting=waiting, uncalled=uncalled))
 
     def publish_verdicts(self, *, at_once: bool = False) -> None:
-        """Publish the effect of each profile rule in this process. `instrument check` reads it, too.
+        """Publish the effect of each profile rule in this process, also for `instrument check`.
 
         Without `at_once`, a call soon after the last one does nothing. This limits the cost to 5 percent of the time.
         """

@@ -248,8 +248,7 @@ class Recorded:
     def trace(
         self, start_ns: int | None = None, end_ns: int | None = None, window: int = 0, origin: Origin | None = None
     ) -> Trace:
-        """Return the spans that overlap an interval, as far as they are still in memory. Open spans are clipped and
-        marked.
+        """Return the spans of an interval that are still in memory. Open spans are clipped and marked.
 
         The steps of a `Profiler` are spans, too. Without a `Profiler`, steps are derived from the phases and loaders of
         a training loop. `origin` is the identity of the process at the end of the interval.
@@ -316,7 +315,7 @@ class Recorded:
         )
 
     def startup(self) -> Startup:
-        """Return the times of the process's start-up. They remain known after its spans have been overwritten."""
+        """Return the times of the process's start-up, even after the first spans have been overwritten."""
         by_node, tree = RECORDER.make_reader().first_calls(), RECORDER.paths()
         by_site: dict[Site, tuple[int, int]] = {}
         for node, call in by_node.items():
@@ -363,14 +362,14 @@ class Recorded:
         """Return a report on everything since the start.
 
         `views` are the names of the views, in order. The default views are those of the profile. If the profile names
-        none, the default is `brief`. It is `events` if `tracer_option`, `threads` or a `state` other than `All` is
-        given. `options` are those of `instrument.report.view.Options`.
+        none, the default is `brief`. The options `tracer_option` and `threads`, and a `state` of `CPU` or `GPU`, change
+        this default to `events`. `options` are those of `instrument.report.view.Options`.
 
-        Views of totals cover all calls. Views of spans cover the spans that are still in memory, and report the time
-        from which on they are complete.
+        Views of totals cover all calls. Views of spans cover the spans in memory. Views of spans also report the time
+        from which on no span is missing.
 
-        `torch_trace` is a trace file of `torch.profiler` from the same time. Its kernels appear in the view `kernels`,
-        its allocations in `memory`, and its FLOPs in `operators`.
+        `torch_trace` is a trace file of `torch.profiler` from the same time. The view `kernels` shows the file's
+        kernels, `memory` the allocations, and `operators` the FLOPs.
 
         Raises `ValueError` for an unknown view or value, and `TraceError` for a file of another process or time.
 
@@ -432,8 +431,8 @@ def _find_caller_in_environment() -> str:
 def choose_first_request(firsts: Firsts, tree: CallTree, sites: Set[Site]) -> tuple[FirstCall | None, str]:
     """Return the first request that did work, and the reason for the choice.
 
-    The earliest call of a site in `sites` is chosen, if any. Otherwise, requests with a recorded call below them are
-    preferred. Health probes are left out. If the chosen request began before all others, the result is None.
+    The earliest call of a site in `sites` has precedence. Requests with a recorded call below them come next. Health
+    probes are left out. The request is None if no earlier request was skipped.
     """
     calls = {node: FirstCall(tree.site(node), *first) for node, first in firsts.items()}
     named_call = _earliest_call(call for call in calls.values() if call.site in sites)

@@ -321,8 +321,8 @@ class Session:
     def after_fork_in_child(self, whole: bool, by_main_thread: bool) -> None:
         """Record in the child, with its own rings, ids, threads and files.
 
-        `whole` is False if the fork interrupted a reload. If the main thread did not fork, the child may end with the
-        thread that did. Our threads must not prevent this.
+        `whole` is False if the fork interrupted a reload. Without `by_main_thread`, the child may end when the forking
+        thread ends. Our threads must not keep the child alive.
         """
         self._is_of_thread = self._is_of_thread or not by_main_thread
         self._forked = True

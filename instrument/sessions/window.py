@@ -44,8 +44,7 @@ class Step(NamedTuple):
 def clip_steps(steps: Sequence[Step], start_ns: int, end_ns: int) -> list[Step]:
     """Return the steps that overlap an interval, cut to the interval. `steps` are in order of their ends.
 
-    Cut steps are `clipped`. If steps overlap on a thread, as those of nested loops, only the one that ends last is
-    returned.
+    Cut steps are `clipped`. If steps of nested loops overlap on a thread, only the step that ends last is returned.
     """
     kept_steps: list[Step] = []
     starts: dict[int, int] = {}
@@ -182,7 +181,7 @@ class Stretch(NamedTuple):
 
     @property
     def held_from_ns(self) -> int:
-        """The time after which no span of the interval is missing. It is 0 if no span is missing at all."""
+        """The time from which on the interval is complete. It is 0 if the whole interval is complete."""
         return self.snapshot.find_complete_from(self.start_ns, self.end_ns)
 
     def has_span_since(self, at_ns: int) -> bool:

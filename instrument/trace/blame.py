@@ -168,8 +168,8 @@ def _find_longest_cause(trace: Columns, joined: Joined, place: int, times: Union
 
 
 def find_blocking_rows(trace: Columns, blocked_rows: Int64s) -> Int64s:
-    """Return, for each blocked event loop, the row of the span that blocked it. For an unknown span, return the loop's
-    row in `blocked_rows`."""
+    """Return the row of the span that blocked each event loop. If the span is unknown, the result has the row from
+    `blocked_rows`."""
     names = [str(name or "") for name in trace.attributes.values(BLOCKED_BY, blocked_rows)]
     numbers = {name: number for number, name in enumerate(dict.fromkeys(filter(None, names)))}
     of_site = np.array([numbers.get(site.name, NONE) for site in trace.sites] or [NONE], dtype=np.int64)

@@ -92,7 +92,7 @@ class CallPaths:
 def build_call_tree(
     trace: Columns, kinds: Collection[str], window: Interval | None = None, among: Bools | None = None
 ) -> CallPaths:  # fmt: skip
-    """Return the call tree of the spans in `among`, by default of all spans. Times are clipped to the `window`.
+    """Return the call tree of spans, with times clipped to the `window`. `among` selects spans, by default all.
 
     Only calls of the given `kinds`, and the calls directly below them, get device times.
     """

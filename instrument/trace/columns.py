@@ -282,7 +282,7 @@ class Columns:
         return int(np.count_nonzero(np.diff(self.device.row, prepend=NONE)))
 
     def count_rows_without_device_time(self) -> int:
-        """Return the number of rows without device intervals, although their sites record device times."""
+        """Return the number of rows without device intervals. Rows of sites without device times are not counted."""
         is_missing = self.are_of_sites([site.device for site in self.sites])
         is_missing[self.device.row] = False
         return int(np.count_nonzero(is_missing))
@@ -308,8 +308,8 @@ class Columns:
         return trace
 
     def find_topmost_wanted_rows(self, is_wanted: Bools) -> Int32s:
-        """Return the topmost wanted row at or above each row, or `NONE`. A wanted root counts even if spans between it
-        and the row are missing."""
+        """Return the topmost wanted row at or above each row, or `NONE`. Missing spans below a wanted root do not
+        matter."""
         rows = np.arange(len(self), dtype=np.int32)
         owner = np.where(is_wanted, rows, np.int32(NONE)).astype(np.int32)
         above, open_rows = self.parent.copy(), np.flatnonzero(self.parent != NONE)

@@ -224,8 +224,7 @@ class SettledRows(TraceRows):
 
 
 def _add_trace_ids_of_keys(trace: Columns, decisions: Decisions, remembered: RememberedTraces, run: str) -> Columns:
-    """Return the trace with trace ids that are made from request keys. The first request with a key gets the key's
-    trace id."""
+    """Return the trace with trace ids made from request keys. Only the first request with a key gets the trace id."""
     remotes = derive_traces_from_keys(trace, decisions.joined, run, trace.root_id, dict(trace.remote)) if run else {}
     rows = decisions.joined.rows
     for place, keys in decisions.joined.keys.items():

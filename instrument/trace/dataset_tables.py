@@ -80,7 +80,7 @@ def arrow_type(kind: str) -> Any:
 
 
 def make_texts(numbers: NDArray[Any], names: Sequence[str | None]) -> Any:
-    """Return an Arrow array of names, given by their indices. The index `NONE` becomes NULL."""
+    """Return an Arrow array of names. `numbers` are indices of `names`, and `NONE` becomes NULL."""
     arrow = import_pyarrow()
     indices = arrow.array(numbers.astype(np.int64), mask=numbers == NONE)
     cleaned = arrow.array([name if name is None else remove_surrogates(name) for name in names], arrow.string())

@@ -141,7 +141,7 @@ def _gather_rows_of_recording(
 
 
 def _are_relevant(member: UnsettledRows, horizon_ns: int) -> Bools:
-    """Return True for rows about which a decision is due, or on which other decisions depend."""
+    """Return True for rows with a due decision, and for rows that another decision needs."""
     rows = member.rows
     span_id, parent_id, root_id = (rows[name].astype(np.int64) for name in ("span_id", "parent_id", "root_id"))
     is_request = root_id & REQUEST_BIT != 0

@@ -173,8 +173,7 @@ def load(path: str | os.PathLike[str], *, limit_bytes: int = LIMIT_BYTES) -> Sav
 
 
 def check_call_depth(saved: Saved) -> Saved:
-    """Return the recording. Raises `ValueError` or `TraceError` if its calls are nested more deeply than in any real
-    program."""
+    """Return the recording. Raises `ValueError` or `TraceError` if calls are nested more deeply than `DEEPEST`."""
     level = saved.trace.columns.level
     if int(level.max(initial=0)) > DEEPEST:
         raise ValueError("its calls are nested too deeply; it is damaged")

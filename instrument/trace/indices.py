@@ -80,8 +80,8 @@ def make_mask(rows: Any, count: int) -> Bools:
 
 
 def index_rows(rows: NDArray[Any], count: int) -> Int64s:
-    """Return an array that maps each of `count` rows to its index in `rows`. A missing row is mapped to -1. An
-    additional -1 is at the end, so that row -1 is mapped to -1."""
+    """Return the index in `rows` of each row below `count`. The index of a missing row is -1. A last -1 is for row
+    -1."""
     places = np.full(count + 1, -1, dtype=np.int64)
     places[rows] = np.arange(len(rows))
     return places
@@ -181,7 +181,7 @@ def compute_running_max(numbers: Int64s, groups: Int64s) -> Int64s:
 
 
 def count_numbers_up_to(groups: NDArray[Any], numbers: Int64s, of: NDArray[Any], upto: Int64s) -> Int64s:
-    """Return how many numbers of group `of[i]` are at most `upto[i]`, for each `i`."""
+    """Return, for each `i`, the count of numbers in group `of[i]` that are at most `upto[i]`."""
     all_groups = np.concatenate([groups, of])
     order = np.lexsort((np.concatenate([numbers, upto]), all_groups))  # of equal numbers, those of the group come first
     is_limit = order >= len(groups)

@@ -82,8 +82,7 @@ class Unions(NamedTuple):
     def overlapping_ranges(
         self, groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]
     ) -> tuple[Int64s, Int64s]:  # fmt: skip
-        """Return the range of intervals that overlap each given interval: the first index, and the index after the
-        last."""
+        """Return two indices per given interval: the first overlapping interval, and the one after the last."""
         own_starts, own_ends, starts, ends = shift_to_one_axis(
             (self.groups, self.starts), (self.groups, self.ends), (groups, starts), (groups, ends)
         )
@@ -116,8 +115,8 @@ def union_by_group(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any
 
 
 def shift_to_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int64s]:
-    """Shift the times of each group, so that the groups follow one another on one axis without contact. Times are
-    replaced by their ranks if the axis would exceed 64 bits."""
+    """Shift times so that the groups follow one another on one axis, with gaps. Ranks replace the times if the axis
+    would exceed 64 bits."""
     groups, times = ([np.asarray(column, dtype=np.int64) for column in side] for side in zip(*columns, strict=True))
     full = [row for row in times if len(row)]
     least, most = min((int(row.min()) for row in full), default=0), max((int(row.max()) for row in full), default=0)
@@ -133,8 +132,8 @@ def shift_to_one_axis(*columns: tuple[NDArray[Any], NDArray[Any]]) -> list[Int64
 
 
 def select_successive(groups: NDArray[Any], starts: NDArray[Any], ends: NDArray[Any]) -> Int64s:
-    """Return the indices of successive intervals per group. Each is the first to begin after the end of the previous
-    one."""
+    """Return the indices of successive intervals per group. Each interval is the first that begins after the previous
+    one ended."""
     order = np.lexsort((-ends, starts, groups))
     starts, ends = shift_to_one_axis((groups[order], starts[order]), (groups[order], ends[order]))
     count = len(order)

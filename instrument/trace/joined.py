@@ -79,7 +79,7 @@ class Joined:
 def join_requests(trace: Columns, apart_ns: int = 0, owner: Int32s | None = None) -> Joined:
     """Return the requests of a trace with the spans that serve them. `owner` has each row's request, if already known.
 
-    `apart_ns` is the largest difference of the processes' clocks. A span may seem to begin this much earlier than its
+    `apart_ns` is the largest difference of the processes' clocks. A span may seem to begin up to `apart_ns` before its
     request.
     """
     if owner is None:
@@ -235,7 +235,7 @@ class _Bound:
 
 
 def _outermost_request(parts: Mapping[int, int], request: int) -> int:
-    """Return the outermost request that contains a request. `parts` may have cycles."""
+    """Return the outermost request around a request. `parts` may have cycles."""
     path = {request}
     while (above := parts.get(request)) is not None and above not in path:
         path.add(request := above)
@@ -358,7 +358,7 @@ class FirstKeys:
 def remove_stray_spans(trace: Columns, owner: Int32s, first: FirstKeys) -> Int32s:
     """Return the request of each row, `NONE` for strays and the rows below them.
 
-    A stray is a span in the tree of one request that has the first key of a different request.
+    A stray is a span in one request's tree that has another request's first key.
     """
     around = first.around[first.borne]
     pairs, began, pair_of = np.unique(

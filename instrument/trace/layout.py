@@ -109,7 +109,7 @@ def pack_columns(trace: Columns) -> tuple[dict[str, Column], dict[str, Any]]:
 
 
 def _rank_inherited_values(trace: Columns, column: Int64s) -> tuple[Column, Int64s]:
-    """Return the same as `rank_distinct`. This is fast if most rows have the same value as their parents."""
+    """Return the result of `rank_distinct`, faster if most rows have the same value as their parents."""
     shares = (trace.parent != NONE) & (column == column[trace.parent])
     firsts = np.flatnonzero(~shares)
     values, places = rank_distinct(column[firsts])

@@ -96,8 +96,7 @@ class Ledger:
         return {self.names[part]: time_ns for part, time_ns in rows}
 
     def times_by_part(self, columns: Mapping[str, str], count: int) -> dict[str, Int64s]:
-        """Return a column per part in `columns`, with the times of all `count` requests. `columns` maps parts to column
-        names."""
+        """Return the times of all `count` requests as columns, by column name. `columns` maps parts to column names."""
         times = {column: np.zeros(count, dtype=np.int64) for column in columns.values()}
         for number, name in enumerate(self.names):
             if name in columns:
@@ -380,9 +379,10 @@ def _find_hand_offs(trace: Columns, joined: Joined) -> Intervals:
 def _find_queue_begins(
     trace: Columns, hand_offs: Intervals, groups: Int64s, of: Int64s, begins: Int64s, upto: Int64s, otherwise: Int64s
 ) -> Int64s:
-    """Return the begin of the queue of each group in `of`.
+    """Return the time at which the queue of each group in `of` begins.
 
-    A queue begins at the newest hand-off span that began by `upto`. Without a hand-off span, it begins at `otherwise`.
+    A queue begins at the newest hand-off span that began by `upto`. Without a hand-off span, the queue begins at
+    `otherwise`.
     """
     if not len(groups):
         return otherwise

@@ -81,8 +81,8 @@ _AS_THEY_ARE = ("task_id", "active_ns", "self_ns", "clipped", "own_id")
 def merge_recordings(files: Sequence[Saved], *, by_wall_clock: bool = False) -> Merged:
     """Return the files as one recording. Files of different machines or boots are merged by their wall clocks.
 
-    Raises `TraceError` if the files do not make a valid trace. Without `by_wall_clock`, also raises it if the error of
-    a wall clock is unknown.
+    Raises `TraceError` if the files do not make a valid trace, or if the error of a wall clock is unknown.
+    `by_wall_clock` permits an unknown error.
     """
     try:
         groups = group_by_process(files)
@@ -202,7 +202,7 @@ def _merge_columns(parts: Sequence[MergedFile], numbers: Numbers, absent: dict[t
 def _choose_rows(
     parts: Sequence[MergedFile], span_id: Int64s, site: Int64s, thread_id: Int64s, start_ns: Int64s, end_ns: Int64s
 ) -> Int64s:
-    """Return the row to keep in place of each row. Several files of a process may have the same span."""
+    """Map each row to the row that is kept. Copies of a span in several files of a process are mapped to one row."""
     chosen = np.arange(len(span_id))
     processes = [part.process for part in parts]
     process = np.repeat(processes, [len(part.trace) for part in parts])

@@ -161,7 +161,7 @@ def group_by_process(parts: Sequence[MergedFile]) -> list[list[MergedFile]]:
 
 
 def _choose_files(parts: Sequence[MergedFile]) -> list[MergedFile]:
-    """Return files of a process that together count every call once. Returns [] if two files partly overlap in time."""
+    """Return files that together count every call of a process once. Return [] if two files partly overlap in time."""
     counting: list[MergedFile] = []
     for part in sorted(parts, key=lambda part: (part.saved.trace.start_ns, -part.saved.trace.end_ns)):
         if not counting or part.saved.trace.end_ns > counting[-1].saved.trace.end_ns:
@@ -196,8 +196,8 @@ def merge_tally(parts: Sequence[MergedFile], numbers: Numbers, columns: Columns,
 
 
 def merge_facts(parts: Sequence[MergedFile], numbers: Numbers) -> Trace:
-    """Return the merged metadata of all files, without spans. With several processes, gauges of single processes are
-    left out."""
+    """Return the merged metadata of all files, without spans. If the files have several processes, gauges of single
+    processes are left out."""
     processes = group_by_process(parts)
     newest = [max(files, key=lambda part: part.saved.trace.end_ns) for files in processes]
     watched = list(filter(None, map(_find_file_with_torch_data, processes)))
@@ -301,8 +301,7 @@ def _merge_threads(parts: Sequence[MergedFile], numbers: Numbers) -> dict[int, s
 
 
 def _merge_notes(processes: Sequence[Sequence[MergedFile]]) -> list[str]:
-    """Return all notes without duplicates. A note begins with the names of its processes, unless all processes have
-    it."""
+    """Return all notes without duplicates. Process names precede a note unless all processes have the note."""
     parts = [part for files in processes for part in files]
     at_work = {mark for part in parts for mark in part.saved.trace.own_notes.at_work}
     sites = {part.trace.sites[place] for part in parts for place in np.unique(part.trace.site).tolist()}

@@ -217,7 +217,7 @@ class RowSnapshot:
         return sum(len(ring.rows) for ring in self.rings) + len(self.open_spans)
 
     def find_complete_from(self, start_ns: int, end_ns: int) -> int:
-        """Return the time after which no span of a window is missing. Returns 0 if no span is missing."""
+        """Return the time from which on a window is complete. Return 0 if the whole window is complete."""
         if not (self.wrapped or self.given_up):
             return 0
         # The earliest end of a span in the window, by thread, at most the window's end.

@@ -128,7 +128,7 @@ def _find_moved_rows(trace: Columns, joined: Joined) -> Int64s:
 
 
 def _find_new_parents(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
-    """Return the new parent of each moved row. It is the span that handed over the request, or the request itself."""
+    """Return the new parent of each moved row: the hand-off span, or the request if no hand-off span exists."""
     hand_offs: Int64s = joined.rows[joined.of[moves]].copy()
     keyed = trace.attributes.rows_with_attribute(KEY)
     is_top = np.zeros(len(trace), dtype=np.bool_)
@@ -167,9 +167,9 @@ def _find_new_parents(trace: Columns, joined: Joined, moves: Int64s) -> Int64s:
 def derive_traces_from_keys(
     trace: Columns, joined: Joined, run: str, root_id: Int64s, remotes: dict[int, RemoteParent]
 ) -> dict[int, RemoteParent]:
-    """Return trace ids that are made from request keys, by row. The first request with a key gets the key's trace id.
+    """Return trace ids made from request keys, by row. Only the first request with a key gets the trace id.
 
-    A root with a key also gets a trace id, if no request in the trace has the key.
+    A root outside of requests also gets the trace id of the root's key if no request has this key.
     """
     have_traces = {int(root_id[row]) for row in remotes}
     remote_by_row: dict[int, RemoteParent] = {}
@@ -235,8 +235,8 @@ def move_facts(trace: Columns, joined: Joined) -> Columns:
 
 
 def _parse_facts(attributes: Mapping[str, Any]) -> Iterator[tuple[str, str, str | None, Any]]:
-    """Yield a tuple per fact: a word of `KEEPS`, the name, the request key, and the value. The key is None for a fact
-    of the span's own request."""
+    """Yield the facts of a span. A fact is a word of `KEEPS`, a name, a request key and a value. The key is None for
+    the span's own request."""
     for text in _list_fact_texts(attributes):
         keep, _, name = text.partition(" ")
         value, keys = attributes.get(name), attributes.get(name + FACT_KEYS)
@@ -327,8 +327,8 @@ class Interruptions:
         self._newest: list[Span] = []
 
     def attach_to_spans(self, trace: Columns) -> tuple[Int64s, Mapping[int, Sequence[Span]]]:
-        """Return the rows that are not interruptions, and the interruptions of each row. Interruptions from earlier
-        traces are included."""
+        """Separate interruptions from other rows. Return the other rows, and the interruptions of each. Interruptions
+        from earlier traces count, too."""
         alone = trace.are_of_sites([is_interruption(site) for site in trace.sites])
         if alone.any():
             _, trees, sizes = np.unique(trace.root_id, return_inverse=True, return_counts=True)

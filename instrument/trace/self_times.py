@@ -48,7 +48,7 @@ def waiting_times(trace: Columns) -> Int64s:
 
 
 def were_suspended(trace: Columns) -> Bools:
-    """Return True for spans of generators that were mostly suspended because their consumers ran."""
+    """Return True for generator spans that were suspended mostly while the consumer ran."""
     stood_ns = trace.total_ns - trace.active_ns
     if not (stood_ns > 0).any():
         return np.zeros(len(trace), dtype=np.bool_)
@@ -65,10 +65,10 @@ def were_suspended(trace: Columns) -> Bools:
 
 
 def remove_overlaps(groups: Int64s, starts: Int64s, ends: Int64s, ranks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-    """Return intervals without overlaps, ordered by group and time. The three arrays are the index of the given
-    interval, the begin and the end.
+    """Return intervals without overlaps, ordered by group and time.
 
-    Each instant of a group belongs to the open interval with the highest rank. The ranks must be distinct.
+    The result has three arrays: the index of the given interval, the begin, and the end. Each instant of a group
+    belongs to the open interval with the highest rank. The ranks must be distinct.
     """
     filled = np.flatnonzero(starts < ends)
     if not len(filled):

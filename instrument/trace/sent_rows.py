@@ -247,7 +247,7 @@ class SentRows:
             self.outcome[int(gathered.member[row])].derived += spans
 
     def _add_served_requests(self, its_stages: Sequence[Stages], roots: set[int]) -> None:
-        """Add each request served by batches to the outcome of its process, even if the request is dropped."""
+        """Add the requests with batches to the outcomes of their processes, including dropped requests."""
         served = self._joined.served
         sizes = np.bincount(served.batch, minlength=len(self._unit))
         starts, ends = self._found.start_ns, self._found.end_ns
@@ -267,7 +267,6 @@ class SentRows:
 
 
 def _by_place(values_by_row: Mapping[int, Value], picked: Int64s, count: int) -> dict[int, Value]:
-    """Return the values of the picked rows, by index in `picked`. Rows are below `count`."""
     if len(picked) < len(values_by_row):
         return {at: values_by_row[row] for at, row in enumerate(picked.tolist()) if row in values_by_row}
     places = index_rows(picked, count)[np.fromiter(values_by_row, np.int64, len(values_by_row))].tolist()

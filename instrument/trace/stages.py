@@ -91,7 +91,7 @@ def find_stages(trace: Columns, joined: Joined, kinds: StepKinds | None = None) 
     """Return the stages of each complete request that a batch serves. A request that ended in the queue has only a
     queue.
 
-    `kinds` are the kinds of steps learned from earlier requests. The call updates them.
+    `kinds` has the kinds of steps in earlier requests. The call updates `kinds`.
     """
     batches, between = find_batches_and_gaps(trace, joined)
     is_queue = between.row == 0

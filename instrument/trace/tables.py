@@ -65,8 +65,7 @@ def import_duckdb() -> ModuleType:
 
 
 def open_database(facts: Trace, *, attributes: bool = True) -> Any:
-    """Return a connection to a database with the tables of `query`. The table `attributes` is filled only if
-    requested."""
+    """Return a connection to a database of a trace's tables. Without `attributes`, the table `attributes` is empty."""
     connection = import_duckdb().connect(":memory:")
     try:
         if connection.execute("select current_setting('enable_progress_bar')").fetchall()[0][0]:

@@ -94,8 +94,7 @@ class TailSampler:
 
 
 def _condition_holds(condition: Where, request: EndedRequest) -> bool:
-    """Return True if a condition holds for an attribute of the request. If the request lacks the attribute, the site's
-    attribute counts."""
+    """Return True if a condition holds for an attribute of the request. The site's attribute is the default."""
     value = request.attributes.get(condition.attribute)
     if value is None:
         value = dict(request.site.attributes).get(condition.attribute)

@@ -57,8 +57,7 @@ def remove_surrogates(text: str) -> str:
 def make_json_value(value: object, depth: int = 0, *, finite: bool = True) -> Any:
     """Return a value that strict JSON and viewers accept. Without `finite`, infinities and NaN remain.
 
-    Never fails. Runs no code of foreign types. For example, `str` of a tensor would wait for the device and expose the
-    tensor's data.
+    Never fails, and runs no code of foreign types. `str` of a tensor would wait for the device and expose data.
     """
     if isinstance(value, str):
         return remove_surrogates(value)

@@ -165,7 +165,7 @@ class UnsettledRows:
         self._sizes = Newest[int, int](MOST_ROOTS)
 
     def drop_requests(self, root_ids: set[int]) -> None:
-        """Drop the waiting rows of requests that the caller sends itself. `root_ids` has the roots of the requests."""
+        """Drop the waiting rows of the requests with the roots `root_ids`. The caller sends these rows."""
         self.unpack()
         theirs = np.isin(self.rows["root_id"], np.fromiter(root_ids, np.uint64, len(root_ids)))
         theirs &= self.state != SETTLED
@@ -189,10 +189,10 @@ class UnsettledRows:
     def add(
         self, rings: Sequence[RingRows], opened: Mapping[int, OpenSpan], details: Details, room_bytes: int = 1 << 30
     ) -> None:
-        """Add rows that were read. `opened` are the spans that were open before the read.
+        """Add rows that were read. `opened` has the spans that were open before the read.
 
-        Details, such as attributes, are written before their rows. They wait for their rows in up to twice
-        `room_bytes`.
+        Details, such as attributes, arrive before their rows. Up to twice `room_bytes` of details are kept until their
+        rows arrive.
         """
         self.opened = opened
         self._keep_unmatched_details(details, room_bytes)
@@ -287,8 +287,8 @@ class UnsettledRows:
         undecided: NDArray[np.uint64],
         settled_ns: int,
     ) -> None:
-        """Add rows from an earlier reader, which decided about requests until `settled_ns`. `undecided` has the roots
-        of requests without a decision."""
+        """Add rows from an earlier reader. That reader decided about requests until `settled_ns`. `undecided` has the
+        roots of requests without a decision."""
         self.opened, self.adopted_until_ns = opened, settled_ns
         self._note_begin_of_service(rings, details)
         self.has_keys = self.has_keys or any(_KEY in text or _BATCH_KEYS in text for _, text in details.values())

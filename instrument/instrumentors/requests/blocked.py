@@ -206,7 +206,7 @@ COLLECTOR = "gc"
 
 
 def attach_collector(module: ModuleType, limit_ns: int, recorder: Recorder = RECORDER) -> list[Undo]:
-    """Record garbage collections that take longer than `limit_ns`. Those before the process's first span are not
+    """Record garbage collections that take longer than `limit_ns`. Collections before the process's first span are not
     recorded."""
     callbacks: Any = module.callbacks
     now = recorder.now_ns

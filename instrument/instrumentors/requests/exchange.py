@@ -456,7 +456,7 @@ def exchange_of(holder: Any) -> Exchange | None:
 
 
 def count_part(connection: Any, part: Any, *_: Any, **__: Any) -> None:
-    """Count a part of an answer that a task or thread of the service sends over a connection."""
+    """Count a part of an answer. A task or thread of the service has sent the part over the connection."""
     if hasattr(part, "__len__") and (exchange := exchange_of(connection)) is not None:
         exchange.add_part(part)
 
@@ -591,7 +591,7 @@ CALLED = frozenset({"grpc", "ray_serve", "triton"})
 """The protocols that call a method by name. Their requests have no route."""
 
 Address = tuple[tuple[str, AttributeValue], ...]
-"""The span attributes of a server address. They are empty if the address shares sites with other addresses."""
+"""The span attributes of a server address. Empty for an address without sites of its own."""
 
 Key = tuple[object, str, str, str]
 """An endpoint's address, protocol, method and route, or a job's system, task and queue."""

@@ -46,7 +46,7 @@ _attached: list[Arrivals] = []
 
 
 _ArrivedCall = tuple[Any, Any, "str | None"]
-"""A call's details, the context, and the endpoint's name. The name is None if the server has the called method."""
+"""A call's details, the context, and the endpoint's name. The name is None for a call with a handler."""
 
 
 class _Service:

@@ -177,7 +177,7 @@ class _MosecBatches:
     def end_batch(self, flag: Any, ids: Sequence[bytes], states: Sequence[int]) -> None:
         """End the batch with the status `flag`. Also end the requests that are complete.
 
-        A request is complete after its last stage, or with an error.
+        A request is complete after its last stage or after an error.
         """
         frame, self._frame = self._frame, None
         if frame is None:

@@ -27,7 +27,7 @@ from instrument.trace.of_recording import RowSnapshot, have_details
 from instrument.trace.stages import LATENCIES, find_stages
 
 MOST_ROWS, MOST_DETAIL_BYTES = 10_000, 128 << 10
-"""The maximum number of rows and of attribute bytes to read per answer. Above either, only `total` is sent."""
+"""The maximum number of rows and of attribute bytes to read per answer. A larger answer gets only `total`."""
 
 WITHOUT_PARTS = "Server-Timing without parts: too many spans since the begin of the request"
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 VARIABLE = "INSTRUMENT_AWAITED"
-"""The environment variable with the names of the packages whose import begins a session. Its first word is the
-modification time and size of the profile file."""
+"""The environment variable that lists the packages whose import begins a session. Its first word is the profile file's
+modification time and size."""
 
 FIRST = "first"
 """The file in the run's folder that only the first Python process of the run can create."""
@@ -39,7 +39,7 @@ def begin_or_await() -> None:
 
 
 def is_package_loaded(package: str) -> bool:
-    """Return True if a package is loaded. A namespace package is loaded if one of its modules is."""
+    """Return True if a package is loaded. A namespace package counts as loaded if one of its modules is loaded."""
     if package not in sys.modules:
         return False
     module = sys.modules[package]
@@ -67,14 +67,13 @@ def _describe_file_state(profile: str) -> str:
 
 
 def _read_awaited_packages() -> frozenset[str] | None:
-    """Return the packages whose import begins the session, or None if the list does not match the current profile
-    file."""
+    """Return the packages whose import begins the session. Return None if the profile file has changed."""
     state, *packages = os.environ.get(VARIABLE, "").split() or [""]
     return frozenset(packages) if state == _describe_file_state(os.environ["INSTRUMENT_PROFILE"]) else None
 
 
 def _is_first_python_process() -> bool:
-    """Return True in the first Python process of the run, also if a shell started it."""
+    """Return True in the first Python process of the run, even if a shell started it."""
     is_first = os.environ.get("INSTRUMENT_RUN_PID") == str(os.getpid())
     folder = os.path.dirname(os.environ.get("INSTRUMENT_AGENT", ""))  # noqa: PTH120 - as above
     if os.path.basename(folder) != os.environ.get("INSTRUMENT_RUN", ""):  # noqa: PTH119 - as above
