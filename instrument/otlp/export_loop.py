@@ -223,8 +223,6 @@ class ExportLoop:
         spans, until = export.read_spans_between(begin_ns, end_ns), time.monotonic() + UNREAD_LIMIT_S
         if export.current_reading is None:
             self.read_new_rows()
-        if export.current_reading is None:
-            self.read_new_rows()
         export.keep_open_requests(spans)
         while self.read_new_rows(at_once=True) or self.is_paused:
             if time.monotonic() > until:
