@@ -350,7 +350,7 @@ LINES_AND_FILES = {
     "fleet": (147, 1),
     "instrumentors": (11_219, 38),
     "native": (8_548, 27),
-    "otlp": (5_097, 18),
+    "otlp": (5_095, 18),
     "profile": (2_538, 8),
     "proposal": (1_244, 4),
     "recorder": (2_486, 9),
