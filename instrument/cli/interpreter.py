@@ -114,7 +114,7 @@ _NOTHING = "there is no command to run; give it as to a shell: `-- python server
 _INTERPRETER = late_pattern(r"python[\d.]*")
 _SHELLS = {"sh", "bash", "dash", "ash", "zsh", "busybox", "env"}
 _OF_PYTHON = late_pattern(rb"#!(?:/bin/sh\n'''exec' \"?|\s*\S*/env\s+(?:-S\s+)?)?([^\n\"]*python[\d.]*)")
-"""A pattern of a Python script's first lines. The group is the interpreter's path, or its name for `env`."""
+"""A pattern of a Python script's first lines. The group is the path of the interpreter, or the name that `env` gets."""
 
 
 def _make_python_command(verb: str, words: list[str]) -> Command:

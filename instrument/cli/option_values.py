@@ -138,7 +138,7 @@ WITHOUT_PROFILE = (
 
 
 def choose_profile_file(options: argparse.Namespace) -> tuple[str, bool]:
-    """Return the path of the profile. The boolean is True if the user has chosen no profile."""
+    """Return the path of the profile, and True if the user has chosen no profile."""
     if options.profile and options.preset:
         raise InstrumentError(
             f"the profile {options.profile} and --preset {options.preset} exclude each other; give one, or add the "

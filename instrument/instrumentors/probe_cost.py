@@ -243,7 +243,7 @@ class Costs:
         self._cold_ns: float | None = None
 
     def measure(self, *, with_ticks: bool = False) -> None:
-        """Measure the costs in 6 ms, or read the costs that another process of the run has measured."""
+        """Measure the costs, which takes 6 ms, or read them if another process of the run has measured them."""
         self._with_ticks, self._cold_ns = with_ticks, None
         measure = lambda: (measure_costs(with_ticks=with_ticks), measure_muted_call_ns())  # noqa: E731
         costs, self.passed_ns = self._load_or_measure("costs", measure)

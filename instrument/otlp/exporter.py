@@ -367,7 +367,7 @@ class Exporter:
     def _send_process_metrics(self, sender: Sender, source: Source, metrics: Metrics) -> bool:
         """Send a process's metrics. Return False if a failure also delays the metrics of other processes.
 
-        A pause that the collector asks for delays later metrics, not spans.
+        If the collector asks for a pause, later metrics wait, and spans do not.
         """
         suppress_instrumentation()
         timeout_ns = self._settings.timeout_ns

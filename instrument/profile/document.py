@@ -464,7 +464,7 @@ def make_whole_number_reader(least: int) -> Read:
 
 
 SMALL = 1024
-"""The smallest number without a unit for which an error message suggests bytes."""
+"""From this number on, the message about a missing unit suggests bytes."""
 
 _QUANTITY = late_pattern(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
 _MEASURED = late_pattern(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")

@@ -36,9 +36,9 @@ EXPORT_COUNTERS = (
 - `unwritten`, `unstored`: spans in no complete file, and lost rows of a dataset
 - `untimed`: exported spans without their device times
 - `unanswered`: spans in an OTLP request that had no answer when the exporter was killed
-- `abandoned`: all other read spans that were neither sent nor dropped when the exporter was killed
+- `abandoned`: the remaining spans that were read, but neither sent nor dropped, when the exporter was killed
 - `derived lost`: lost spans of stages such as queue and prefill
-- `deriving`: spans of stages that may still be lost
+- `deriving`: spans of stages for which it is not yet known whether they are lost
 - `unqueued`: requests whose queue time is missing in the metrics
 - `queueing`: requests whose queue time may still be lost
 """

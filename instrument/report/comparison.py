@@ -1,7 +1,7 @@
 """The comparison of recordings before and after a change: the effect of the code, separated from that of the load.
 
 Each call path is compared by its self time without waits, and by its device time. Only calls with similar work and load
-are compared (see `effects`): work is the size of the batch and of the input, load the number of requests in flight.
+are compared (see `effects`). Work is the size of the batch and of the input. Load is the number of requests in flight.
 Queue times, waits and stalls get no verdict, because they depend on the load.
 
 If nothing has changed, the probability of any wrong verdict is at most `FAMILY`.

@@ -3,9 +3,9 @@
 The options `tracer_option` and `state`, and the names of rows, are the same as in fluid.
 - Total is a sum over calls. With `state="All"`, a moment in which host and device both work counts once.
 - A row's device time is the time of its own events, but at least the sum of the rows below it.
-- The column `Ratio.` has a row's Total as a share of the topmost rows of its block.
+- The column `Ratio.` is the row's Total divided by the sum of the topmost rows of its block.
 - Rows are sums, so the Total time of all threads may exceed the elapsed time.
-- The Total time has the parts computation and framework, and for a service also waiting.
+- The Total time is divided into computation, framework and, for a service, waiting.
 """
 
 from __future__ import annotations

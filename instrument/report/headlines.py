@@ -37,7 +37,7 @@ ENOUGH_FOR_P99 = 100
 """The minimum number of requests that a headline on their p99 is based on."""
 
 SLOWEST = 5
-"""The minimum number of slowest requests in the mean for a headline on the p99."""
+"""The minimum number of slowest requests, over whose mean the headline on the p99 is made."""
 
 NOTABLE = 0.2
 """The minimum share of the time for which a part gets a headline."""

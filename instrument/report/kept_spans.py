@@ -1,6 +1,6 @@
 """The requests that an HTML page lists, and the spans that fit into the page.
 
-Without requests, the outermost steps or else the topmost spans are listed. First come the
+Without requests, the outermost steps are listed. Without steps, the topmost spans are listed. First come the
 spans of the request that the user chose, then those of each endpoint's median request, then those of the slowest
 requests.
 """

@@ -4,8 +4,8 @@ A request waits in its queue, for the other members of its batch, in stalls betw
 blocks its event loop. Each nanosecond of a wait is charged once, to the requests that were served meanwhile or that
 blocked the loop. Time in which no recorded batch ran is charged to nobody.
 
-A wait of `length` ns is divided in proportion to the groups' weights `w`: together, the groups before group `k` are
-charged `length * sum(w[:k]) // sum(w)`. So the charges add up to the wait exactly.
+A wait of `length` ns is divided in proportion to the groups' weights `w`. The charges of the first `k` groups sum up to
+`length * sum(w[:k]) // sum(w)`. So all charges together are exactly the wait.
 
 An `Engine` predicts the queue times of the other requests if some requests are removed.
 """

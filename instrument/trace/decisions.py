@@ -1,5 +1,5 @@
-"""Decides which requests of a run tail sampling keeps. Their spans are sent, the spans of other requests are dropped,
-and undecided spans wait.
+"""Decides by tail sampling which requests of a run are kept. Their spans are sent, the spans of other requests are
+dropped, and undecided spans wait.
 
 A decision covers a request's spans in all processes. So the undecided rows of all processes become one trace. A batch
 is sent with the first kept request that it served.

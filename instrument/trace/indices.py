@@ -80,8 +80,8 @@ def make_mask(rows: Any, count: int) -> Bools:
 
 
 def index_rows(rows: NDArray[Any], count: int) -> Int64s:
-    """Return the index in `rows` of each row below `count`. The index of a missing row is -1. A last -1 is for row
-    -1."""
+    """Return an array with the index in `rows` of each number below `count`, -1 for a missing number. The array ends
+    with a further -1, so that the number -1 also gives -1."""
     places = np.full(count + 1, -1, dtype=np.int64)
     places[rows] = np.arange(len(rows))
     return places

@@ -1,7 +1,7 @@
 """Gives each request one tree over all threads, tasks and processes, for viewers and collectors.
 
-A span with a request's key may be in another tree. It becomes a child of the hand-off span, the newest open span
-with the key. Without a hand-off span, it becomes a child of the request. A batch keeps its tree,
+A span with a request's key may be in another tree. The span then becomes a child of the hand-off span. That is the
+newest open span with the key. Without a hand-off span, the span becomes a child of the request. A batch keeps its tree,
 because a batch may serve several requests. All processes make the same trace id from the same key, so the collector
 joins their spans.
 

@@ -591,7 +591,7 @@ CALLED = frozenset({"grpc", "ray_serve", "triton"})
 """The protocols that call a method by name. Their requests have no route."""
 
 Address = tuple[tuple[str, AttributeValue], ...]
-"""The span attributes of a server address. Empty for an address without sites of its own."""
+"""The span attributes of a server address. Empty if requests at the address share the sites of other addresses."""
 
 Key = tuple[object, str, str, str]
 """An endpoint's address, protocol, method and route, or a job's system, task and queue."""
