@@ -70,9 +70,9 @@ def every_place(root: Place) -> Iterator[Place]:
 
 
 class _Below:
-    """The intervals of calls and of what is below them on their lines, each interval once, at any depth.
+    """The intervals of calls and of the spans below the calls on the same line, each interval once, at any depth.
 
-    `above` are spans by id, those that may be calls or around some; `is_call` tells of an id whether it is of a call.
+    `above` maps ids to the spans that may be calls or around calls. `is_call` returns True for the id of a call.
     """
 
     def __init__(self, above: Mapping[int, Span], is_call: Callable[[int], bool]) -> None:
@@ -259,7 +259,7 @@ class _Reader:
 
 
 def lies_outside(one: Span | DeviceInterval, window: Interval) -> bool:
-    """Return True if no part lies in the window. One without length on an edge is in it."""
+    """Return True if all of a part is outside the window. A part without length on an edge is inside the window."""
     first_ns, last_ns = window
     start_ns, end_ns = one.start_ns, one.end_ns
     return (end_ns <= first_ns and start_ns < first_ns) or (start_ns >= last_ns and end_ns > last_ns)

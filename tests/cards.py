@@ -63,7 +63,7 @@ class RealCard:
         self.cuda._sleep(int(self._rate * ns))
 
     def hold(self, stream: Any) -> Callable[[], int]:
-        """Hold a stream until the returned function is called, which returns a time at which it was surely held."""
+        """Hold a stream until a call of the returned function, which returns a time before the release."""
         number = self._word.value + 1
         # GEQ: the device may come to it after the host has let go of the next one.
         value(self._driver.cuStreamWaitValue32(stream.cuda_stream, self._word_at, number, 0))

@@ -190,14 +190,14 @@ class FakeDriver:
         shared: bool | None = None,
         one_queue: bool | None = None,
     ) -> None:
-        """What is given changes, the rest stays.
+        """Change the given settings of a device, and keep the other settings.
 
-        event_ns: what a record takes of its stream, and so the least that two in a row differ by (0).
-        latency_ns: from a call to the moment at which the device hears of it (0).
-        tick_ns: how fine the device's time stamps are (500).
-        shared: kernels of all streams run one at a time in the order of their launch, instead of side by side (False).
-            A kernel whose stream still waits keeps those behind it waiting, too.
-        one_queue: the same, and events wait in that queue, too, as with CUDA_DEVICE_MAX_CONNECTIONS=1 (False).
+        event_ns: the time of a record on its stream, and so the least difference between two consecutive records (0).
+        latency_ns: the time from a call to its arrival at the device (0).
+        tick_ns: the resolution of the device's time stamps (500).
+        shared: kernels of all streams run one at a time in the order of their launch, instead of in parallel (False).
+            A kernel whose stream still waits delays the kernels after it, too.
+        one_queue: the same, and events also wait in that queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1 (False).
         """
         one_at_a_time = -1 if shared is None and one_queue is None else 2 if one_queue else int(bool(shared))
         self.library.fake_set_device(device, event_ns, latency_ns, tick_ns, one_at_a_time)

@@ -347,9 +347,11 @@ class _Allocator:
 
 
 def fake_torch(driver: FakeDriver, *, has_codes: bool = True) -> Any:
-    """Return a module `torch` with `cuda`, `version`, `_C`, `work` for all computations, `allocator` for its memory.
+    """Return a module `torch` with `cuda`, `version` and `_C`.
 
-    has_codes: its errors tell their code, as from torch 2.8 on.
+    It also has `work` for all computations, and `allocator` for its memory.
+
+    has_codes: its errors have a code, as from torch 2.8 on.
     """
     cuda = _Cuda(driver, has_codes)
     names = ("torch", "torch.cuda", "torch._C", "torch.version")

@@ -1,11 +1,12 @@
-"""Reads damaged recordings, as many as asked for: `python tests/fuzz_recordings.py [inputs] [seed]`.
+"""A reader of damaged recordings: `python tests/fuzz_recordings.py [inputs] [seed]`.
 
-Whatever another process finds in memory must be read as far as it goes or refused with a `TraceError`, in bounded
-memory and processor time. Exits with 1 and says which input it was if not. The inputs are those of the seed: each is a
-small recording, of the native recorder or of its twin, with some bytes changed where it lies, and put right again.
+Another process may find any bytes in memory. The reader must read such bytes as far as it can, or raise a `TraceError`,
+in bounded memory and processor time. If it does not, the program prints the input and exits with 1. The seed determines
+the inputs. Each input is a small recording, of the native recorder or of its twin. Some of its bytes are changed in
+place, and restored afterwards.
 
-No two runs record the same times and ids, so an input that fails is told as text, which
-`python tests/fuzz_recordings.py again TEXT` reads once more.
+No two runs record the same times and ids, so the program prints a failed input as text. To read it once more, run
+`python tests/fuzz_recordings.py again TEXT`.
 """
 
 from __future__ import annotations
@@ -182,7 +183,10 @@ class Inputs:
 
 
 def read_all(inputs: Inputs, count: int, reached: mmap.mmap) -> None:
-    """Read so many, and tell which one is read; ends the process at the first that is not read as it is to be."""
+    """Read `count` inputs, and write the number of the current input to `reached`.
+
+    The process ends at the first input that is not read as expected.
+    """
     begin_s = time.monotonic()
     for number in range(count):
         reached[:8] = number.to_bytes(8, "little")

@@ -1,7 +1,8 @@
-"""Loads damaged trace files and profiles, as many as asked for: `python tests/fuzz_traces.py [inputs] [seed]`.
+"""A loader of damaged trace files and profiles: `python tests/fuzz_traces.py [inputs] [seed]`.
 
-Whatever comes out must be a trace or a `TraceError`, in bounded memory, and every view can be made of what is a trace.
-Exits with 1 and says which input it was if not. The inputs are those of the seed; each is written to a file for `load`.
+The result of a load must be a trace or a `TraceError`, in bounded memory, and every view of a trace must work. If not,
+the program prints the input and exits with 1. The seed determines the inputs. The program writes each input to a file
+for `load`.
 """
 
 from __future__ import annotations

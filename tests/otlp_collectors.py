@@ -27,12 +27,12 @@ Behave = Callable[["Handler", int], None]
 
 
 class Collector(ThreadingHTTPServer):
-    """Decodes each request with the official messages, then behaves as it was told, with metrics as with spans.
+    """A collector that decodes each request with the official messages, and then behaves as configured.
 
-    `taken` are the names of the spans and metrics that were answered with success, one for each span or point,
-    `metrics` those metrics as they came, `schemas` the schema of each by its name, `spans` those spans by the
-    `service.instance.id` of their resources, whose attributes are the `resources`. `connections` counts those that were
-    ever made.
+    - `taken` has the names of the spans and metrics that were answered with success, one for each span or point.
+    - `metrics` has the decoded metrics, and `schemas` the schema of each metric by its name.
+    - `spans` has the spans by the `service.instance.id` of the resource. `resources` has the resource attributes.
+    - `connections` counts all connections of the collector's life.
     """
 
     daemon_threads = True

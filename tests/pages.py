@@ -69,7 +69,10 @@ LAYERS = [Site("Linear", "layer", instance=f"model.layers.{number}", device=True
 
 
 def engine_trace(count: int, layers: int = 4) -> Trace:
-    """So many requests of an API process, served eight at a time by the batches of an engine with a device."""
+    """Return a trace of `count` requests of an API process.
+
+    The batches of an engine with a device serve the requests, eight at a time.
+    """
     spans: list[Span] = []
     pick = random.Random(7)
 

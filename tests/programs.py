@@ -1,11 +1,11 @@
 """Random programs of threads, tasks, executors, generators and exceptions, for recorders and a reference at once.
 
-Every step of a program opens a span with each recorder and, beside it, one with a tracker that is plainly right: a
-context variable set and reset at every step, a list of what happened, and ends that are marked. A span hangs below the
-nearest one above that is still open; where none is, it is a root, linked to the one that its context came from.
+Every step of a program opens a span with each recorder. It also opens a span with a simple tracker. The tracker is a
+context variable that each step sets and resets, a list of events, and marked ends. The parent of a span is the nearest
+open span above it. A span without such a parent is a root, with a link to the span of its context.
 
-How long a coroutine was suspended is measured twice beside the recorders: around its call, where a suspension begins
-later and ends earlier than they see it, and inside of its body, where it is the other way round.
+The wait of a coroutine is also measured twice without the recorders. Around its call, a suspension begins later and
+ends earlier than in the recorders. Inside its body, a suspension begins earlier and ends later.
 """
 
 from __future__ import annotations

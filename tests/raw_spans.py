@@ -85,9 +85,9 @@ def counted(spans: Iterable[Span], threads: Mapping[int, str] | None = None) -> 
 
 
 def counted_paths(spans: Iterable[Span]) -> tuple[dict[int, CallPath], set[int]]:
-    """The path that each span counts at, by id, and the ids of those whose time a call around them counts.
+    """Return the path at which each span counts, by id, and the ids of spans whose time an outer call counts.
 
-    A site that is on the path already, whatever is between, counts where it stands.
+    A site that is on the path already counts at its first position, at any depth.
     """
     by_id = {span.span_id: span for span in spans}
 
@@ -126,7 +126,7 @@ def timed(span: Span, window: tuple[int, int] | None = None) -> list[tuple[int, 
 
 
 def lies_in(one: Span | DeviceInterval, window: tuple[int, int]) -> bool:
-    """Return True if a part lies in the window, or all of one without length."""
+    """Return True if a part overlaps the window, or if a part without length is in the window or on its edge."""
     first, last = window
     inside = first <= one.start_ns and one.end_ns <= last
     return inside or (one.end_ns > first and one.start_ns < last)

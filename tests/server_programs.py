@@ -60,10 +60,10 @@ def serving(
     python: str = sys.executable,
     start_limit_s: float = START_LIMIT_S,
 ) -> Iterator[tuple[int, Program]]:
-    """A server program, started and stopped: its port, and what has come of it. What is left of it is killed.
+    """Start a server program, yield its port and its outcome, and stop it. The processes that remain are killed.
 
-    In the words of its command and of its environment `{port}` stands for its port, and a first word that ends in `.py`
-    for an app. Where it is ours, its folder has the profile.
+    `{port}` is replaced by the port in the words of the command and of its environment. A first word that ends in `.py`
+    is the name of an app. If `ours` is true, the folder has the profile.
     """
     port, program = free_port(), Program()
     words = [word.replace("{port}", str(port)) for word in command]

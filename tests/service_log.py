@@ -1,8 +1,9 @@
-"""What requests of the demonstration were spent on, by its own log alone (`chat.debug_log`), instant by instant.
+"""The time of requests of the demonstration by its own log alone (`chat.debug_log`), instant by instant.
 
-The log has each call twice: as who calls sees it, and as seen inside. Its begin and its end lie between these.
+The log has each call twice: from its caller and from inside the call. The begin and the end of the call are between the
+two entries.
 
-Nothing of `instrument` is used here, so that what it says of the same requests can be held against this.
+The module uses nothing of `instrument`, so the tests can compare the results of `instrument` with it.
 """
 
 from __future__ import annotations

@@ -54,10 +54,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Service:
-    """The settings of a simulated service, and of those who use it.
+    """The settings of a simulated service and of its users.
 
-    `arrivals` replace the random ones. `slower` are factors of the functions of a step by their names. Neighbouring
-    steps are alike by `correlation`, their times differ by `noise` in the standard deviation.
+    `arrivals` replace the random arrivals. `slower` has the factors of the functions of a step by name. `correlation`
+    is the correlation of adjacent steps. `noise` is the standard deviation of the differences of their times.
     """
 
     seed: int

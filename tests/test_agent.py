@@ -1433,7 +1433,7 @@ def test_workers_that_leave_past_pythons_end_with_code_0_have_not_died_and_their
 
 
 @pytest.mark.slow
-def test_a_worker_that_leaves_in_the_middle_of_a_span_has_died_whatever_its_code(folder: Path) -> None:
+def test_a_worker_that_exits_inside_a_span_is_reported_dead_with_any_exit_code(folder: Path) -> None:
     Path("engine.py").write_text("import os\n\ndef step(x):\n    os._exit(x)\n")
     done = run("import os, engine\nif os.fork() == 0:\n    engine.step(0)\nos.wait()\n")
     assert "ended without a goodbye (exit code 0): it died in `step`" in done.stderr

@@ -1,4 +1,4 @@
-"""The agent in containers: `instrument run` as their first process, an agent beside them, one that takes over."""
+"""The agent in containers: `instrument run` as the first process, a separate agent, and an agent that takes over."""
 
 from __future__ import annotations
 

@@ -558,7 +558,7 @@ def test_a_collector_that_hangs_up_once_gets_all_from_the_agent() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["takes it", "is busy for a moment", "is gone", "never answers"])
-def test_every_span_that_an_agent_sends_has_one_fate_whatever_the_collector_does(what: str) -> None:
+def test_every_span_of_an_agent_has_exactly_one_outcome_with_any_collector(what: str) -> None:
     exported_by_agent_to(what)
 
 

@@ -133,10 +133,11 @@ def changed(_: int) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A server and how it is asked; `reload` has it serve with other processes than before. A pool asks itself.
+    """A server, and the function that asks it.
 
-    `workers` processes answer. The agent is the run's own, or for `beside` another one. The service may be in a
-    `container` of its own, and the agent in another one if they are `apart`.
+    `reload` makes the server use new processes. A pool asks itself. `workers` is the number of processes that answer.
+    The agent is that of the run, or a separate agent if `beside` is true. The service runs in its own container if
+    `container` is true. The agent runs in another container if `apart` is true.
     """
 
     words: list[str]

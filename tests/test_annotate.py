@@ -301,7 +301,7 @@ def test_no_code_of_what_is_given_is_run(recorder: Any) -> None:
     assert recorder.count_unusual_events() == {"attributes of a kind that no span has": 3}
 
 
-def test_a_span_has_so_many_attributes_and_no_more(recorder: Any) -> None:
+def test_a_span_has_at_most_the_allowed_number_of_attributes(recorder: Any) -> None:
     with recorder.make_scope("scope"):
         for number in range(ATTRIBUTE_LIMIT + 5):
             recorder.annotate_innermost(**{f"a{number}": number})
@@ -330,7 +330,7 @@ def test_a_renamed_span_and_what_is_below_it_count_under_the_new_name(recorder: 
     assert recorder.count_unusual_events() == {}
 
 
-def test_a_place_has_so_many_names_and_no_more(recorder: Any) -> None:
+def test_a_site_has_at_most_the_allowed_number_of_names(recorder: Any) -> None:
     for number in range(MOST_NAMES_PER_SITE + 3):
         with recorder.make_scope("scope") as span:
             span.rename("first")

@@ -128,7 +128,7 @@ def test_a_caller_that_traces_has_decided_already(recorder: Any, flags: int, is_
     assert len(kept.read()) == is_kept
 
 
-def test_nothing_is_kept_where_a_variable_switches_traces_off_whatever_a_caller_asks_for(recorder: Any) -> None:
+def test_no_trace_is_kept_if_a_variable_switches_traces_off_and_a_caller_asks_for_them(recorder: Any) -> None:
     recorder.remote_parent = lambda: encode_parent(RemoteParent(5, 6, 1))
     kept = Kept(recorder, loads("export: otlp", environ={"OTEL_TRACES_SAMPLER": "always_off"}).capture)
     serve(recorder, error=True)

@@ -62,7 +62,7 @@ PARTS = ["tokenize", "wait_for_turn", "memcpy h2h", "Linear", "Attention", "Line
 
 
 def ask_all(port: int, planted: dict[int, str]) -> dict[int, str]:
-    """Send all requests, one after another. Returns the kinds of those that are planted, by their traces."""
+    """Send all requests, one after another, and return the kinds of the planted requests by trace id."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
     kinds = {}
     for number in range(REQUESTS):

@@ -105,7 +105,7 @@ def outcome(path: Path) -> tuple[str, Any]:
 
 
 @given(st.lists(events(), max_size=8))
-def test_whatever_events_there_are_they_are_read_alike_in_blocks_of_any_size(
+def test_random_events_are_read_alike_in_blocks_of_any_size(
     tmp_path_factory: pytest.TempPathFactory, found: list[str]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "drawn.json"

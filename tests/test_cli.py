@@ -133,7 +133,7 @@ def test_files_go_below_the_folder_in_which_the_host_was_started(folder: Path) -
     assert not list((folder / "elsewhere").iterdir())
 
 
-def test_an_interrupted_host_ends_by_the_signal_whatever_its_summary_is_made_with(folder: Path) -> None:
+def test_an_interrupted_host_ends_by_the_signal_with_a_summary_of_several_views(folder: Path) -> None:
     profile = 'functions: [{match: "work:*"}]\nexport: {summary: {to: stderr, views: [overview, operators]}}'
     write(folder / "views.yaml", profile)
     write(

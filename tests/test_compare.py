@@ -52,7 +52,7 @@ def verdicts(found: Comparison) -> dict[str, str]:
     return {change.name: change.verdict for change in found.changes}
 
 
-def test_an_effect_is_that_of_like_calls_whatever_their_sizes() -> None:
+def test_an_effect_is_measured_on_matched_calls_of_different_sizes() -> None:
     for factor in (1.0, 1.05, 0.9):
         found = measure_effect(sample(1), sample(2, factor=factor, size=150))
         assert found is not None

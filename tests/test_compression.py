@@ -81,7 +81,7 @@ WHOLE = gzip.compress(b'[{"ph":"X"}]' * 1000)
     }.items(),
     ids=lambda case: case[0],
 )
-def test_damage_is_one_of_those_that_are_named(packer: str, damaged: tuple[str, bytes], tmp_path: Path) -> None:
+def test_damage_raises_a_listed_gzip_error(packer: str, damaged: tuple[str, bytes], tmp_path: Path) -> None:
     path = tmp_path / "damaged.gz"
     path.write_bytes(damaged[1])
     with pytest.raises(file_writing.list_gzip_errors()):

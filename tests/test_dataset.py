@@ -94,7 +94,7 @@ def simulated() -> Trace:
 
 
 @pytest.mark.parametrize("name", ["empty", "hostile", "simulated", "two hosts"])
-def test_every_file_has_the_schema_of_the_definition_whatever_its_trace_has(name: str, tmp_path: Path) -> None:
+def test_every_file_has_the_schema_of_the_definition_with_any_trace(name: str, tmp_path: Path) -> None:
     traces = {
         "empty": lambda: [replace(hostile(), spans=[], losses={}, samples=())],
         "hostile": lambda: [hostile()],

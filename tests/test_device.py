@@ -83,7 +83,7 @@ class Bench:
             value(cuda.cuCtxSetCurrent(self.contexts[device]))
 
     def errors(self, code: int, device: int = 0) -> int:
-        """Return the number of these errors that were counted."""
+        """Return the number of counted errors with the code on the device."""
         return self.resolver.counts[f"device {device}: {self.driver.error_name(code)}"]
 
     def begin(self, stream: int | None = None, device: int = 0) -> tuple[Any, Span]:
@@ -488,7 +488,7 @@ def test_a_slewed_host_clock_is_part_of_the_uncertainty(bench: Bench, slew_ppm: 
 
 
 def test_a_device_too_busy_for_an_anchor_is_asked_at_a_walk(bench: Bench) -> None:
-    """If streams share a queue, an event of ours waits behind the service's work."""
+    """An event of the recorder waits behind the service's work if streams share a queue."""
     bench.fake.set_device(0, shared=True)
     stream = bench.stream()
     bench.driver.new_stream = lambda: (0, stream)  # type: ignore[method-assign]
@@ -553,7 +553,7 @@ def test_an_interval_never_begins_before_the_host_had_asked_for_it(bench: Bench)
 
 
 def test_a_thread_without_a_context_is_lent_one_for_the_moment(bench: Bench) -> None:
-    """If torch records the event, the context stays, as with any other call of torch on a thread."""
+    """The context stays if torch records the event, as with any other call of torch on a thread."""
     bench.span(MS)
     found: list[Any] = []
 

@@ -1,7 +1,7 @@
-"""Device time on a card: a real one (`pytest -m gpu`) and one of the fake driver behave alike.
+"""Device time on a card: a real card (`pytest -m gpu`) and a card of the fake driver behave alike.
 
-Nothing is measured against a length that was asked for, for the clocks of a card ramp: plain events around the same
-work tell how long it took, and a gate that the host opens tells when it can have begun.
+The clocks of a card ramp, so the tests do not compare with a requested length. Plain events around the same work
+measure its time. A gate that the host opens gives the earliest time at which the work can have begun.
 """
 
 from __future__ import annotations

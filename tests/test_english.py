@@ -82,7 +82,7 @@ def sentences(text: str) -> list[str]:
 
 
 def english(folder: str) -> tuple[int, int, int, int]:
-    """Return the counts of a folder and of those below it, in the order of `COUNTS`; "" is the root alone."""
+    """Return the counts of a folder and its subfolders, in the order of `COUNTS`; "" is the root folder alone."""
     paths = (ROOT / folder).rglob("*") if folder else ROOT.glob("*")
     clauses = words = names = long_sentences = 0
     for path in paths:

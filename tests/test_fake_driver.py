@@ -1,7 +1,7 @@
-"""The fake CUDA driver by itself, through the real bindings: the facts that tests of device time rest on.
+"""The fake CUDA driver by itself, through the real bindings: the facts on which the tests of device time depend.
 
-The comment beside a test says where its fact is from: the comments of a function in cuda.h, a section of the CUDA
-documents, or the report of somebody who met it.
+The comment of a test names the source of its fact. A source is the comment of a function in cuda.h, a section of the
+CUDA documents, or a user's report.
 """
 
 from __future__ import annotations

@@ -51,9 +51,10 @@ def raw_ns(
     half_of: Callable[[str], float],
     mean: tuple[str, int] = ("", 1),
 ) -> int:
-    """A time that rounds to what is printed, and so does its share of the base; as near to the printed one as can be.
+    """Return the time in ns, nearest to the printed time, that rounds to the printed time and share of the base.
 
-    `half_of` says how far a number may be from what was printed of it. `mean` is that of so many calls, as printed.
+    `half_of` returns the greatest difference between a number and its printed text. `mean` is the printed mean and the
+    number of its calls.
     """
     printed = [(printed_ms, MS), (printed_percent, base_ns / 100), *[(mean[0], mean[1] * MS)] * bool(mean[0])]
     least = max((float(text) - half_of(text)) * unit_ns for text, unit_ns in printed)
@@ -342,10 +343,10 @@ KIND_OF_TYPE = {"ProfileStep": "step", "Dataloader": "loader", "Operator": "op",
 
 
 def test_paddles_overview_distribution_and_use_of_the_device_are_unions_of_the_same_spans() -> None:
-    """Rows by type of event, what of the device they say, and how communication lies beside computation.
+    """The rows by type of event, the use of the device, and the overlap of communication and computation agree.
 
-    Its three tables agree: communication, computation and their overlap make up the union of all kernels, of which
-    the use of the device is the share of the steps.
+    The three tables of Paddle agree. The union of all kernels is communication plus computation less their overlap. The
+    use of the device is the share of that union in the steps.
     """
     told = {cells[0]: cells[1:] for _, cells in paddle_table("paddle_eight_steps", "Overview")}
     beside = {cells[0]: cells[1:] for _, cells in paddle_table("paddle_eight_steps", "Distribution")}
@@ -411,10 +412,11 @@ OUR_PHASE = {"Dataloader": "loader", "Forward": "forward", "Backward": "backward
     [("paddle_eight_steps", "4.02"), ("paddle_one_reader", "0.49"), ("paddle_four_readers", "0.49")],
 )
 def test_paddles_phases_add_up_on_the_host_and_its_device_column_does_not(name: str, others: str) -> None:
-    """Total, mean, greatest, least and share of each phase, and of what is in none.
+    """The total, mean, greatest, least and share agree for each phase and for the time in no phase.
 
-    Its sums on the device are of kernels alone, but its shares and its `Others` are of kernels, copies and memsets:
-    2790.80 less 1007.64, 1762.11 and 17.03 is 4.02, not 28.22. Ours add up, of whatever the phases put on streams.
+    The device sums of Paddle are of kernels alone. Its shares and its `Others` are of kernels, copies and memsets:
+    2790.80 less 1007.64, 1762.11 and 17.03 is 4.02, not 28.22. The sums of `instrument` add up, for any work that the
+    phases put on streams.
     """
     rows = {cells[0]: cells[1:] for _, cells in paddle_table(name, "Model")}
     steps = rows["ProfileStep"]
@@ -516,10 +518,10 @@ def base_of(shares: Sequence[tuple[str, str]]) -> int:
 
 
 def test_paddles_operators_and_what_is_below_them_have_its_shares() -> None:
-    """Of each operator among all of them, of its parts in it, and of each kernel in what launched it.
+    """The shares of each operator among all operators, of its parts in it, and of each kernel in its launcher agree.
 
-    A kernel has a stream of its own here, for a pair of events does not know the names of kernels. What a call of an
-    operator had at most and at least on the device is printed, too, but not how it was made up of kernels.
+    A kernel has a stream of its own here, because a pair of events does not know the names of kernels. Paddle prints
+    the greatest and the least device time of an operator's call, but not its kernels.
     """
     told, drawing = operator_rows(), Drawing()
     host_ns = base_of([(row.host[0], row.host[4]) for row in told])

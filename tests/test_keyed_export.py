@@ -196,7 +196,7 @@ def served(command: str | Sequence[str], profile: str, main: str = MAIN) -> str:
 
 
 def serve(collector: Collector, *command: str, profile: str, main: str = MAIN) -> Told:
-    """Return the spans of those requests at a collector."""
+    """Serve requests with a command and a profile, and return the spans, links and metrics of the collector."""
     served(command, profile, main)
     until(lambda: not agent_socket.list_runs())
     return of(collector)

@@ -151,7 +151,7 @@ def replica(model: Any) -> Any:
     ],
 )
 @pytest.mark.parametrize("built", ["before", pytest.param("after", marks=pytest.mark.slow)])
-def test_a_model_is_seen_layer_by_layer_whatever_is_done_to_it(
+def test_a_changed_model_is_recorded_layer_by_layer(
     recorder: Recorder, attach: Callable[..., Layers], change: Any, built: str
 ) -> None:
     changed = change(Model()) if built == "before" else None

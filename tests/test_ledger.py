@@ -107,7 +107,7 @@ def test_the_ledger_of_two_requests_that_an_engine_serves_in_batches() -> None:
     }
 
 
-def test_the_queue_runs_from_where_the_request_was_handed_over_whatever_else_goes_on_meanwhile() -> None:
+def test_the_queue_time_starts_at_the_handover_despite_other_calls_in_the_meantime() -> None:
     spans = [
         made(1, CHAT, 0, 400),
         made(2, SUBMIT, 5, 6, 1, key="a"),

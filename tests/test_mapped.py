@@ -267,7 +267,7 @@ def test_a_look_at_a_run_reports_what_devices_have_worked_since_the_one_before(r
         assert any(line.startswith("Where the time goes") and "Device, ms" in line for line in screen.lines())
 
 
-def test_a_look_at_a_run_counts_no_time_twice_that_is_of_whatever_ran_meanwhile(recorder: Any) -> None:
+def test_a_screen_of_a_run_counts_no_time_of_collections_and_blocked_loops_twice(recorder: Any) -> None:
     recorder.begin_recording(1 << 22, {})
     for site in (Site("decode"), COLLECTION, BLOCKED_LOOP):
         recorder.wrap(lambda: None, site)()

@@ -1,4 +1,4 @@
-"""What reaches an OpenTelemetry collector, and what the exporter says when it does not.
+"""The spans at an OpenTelemetry collector, and the exporter's reports about undelivered spans.
 
 The collectors are real: `ddapm-test-agent`, and small HTTP servers that misbehave in one way each.
 """
@@ -332,7 +332,7 @@ UNTIL_THE_TIME_IS_UP = {"never answers": 1.0, "answers for ever": 1.0} | {
 
 @pytest.mark.parametrize("what", FATES)
 @pytest.mark.slow
-def test_every_span_has_one_fate_whatever_the_collector_does(what: str) -> None:
+def test_every_span_has_exactly_one_outcome_with_any_collector(what: str) -> None:
     behave, fate, reason = FATES[what]
     timeout_ns = round(UNTIL_THE_TIME_IS_UP.get(what, 30) * SECOND)
     for _ in range(10):

@@ -412,7 +412,7 @@ def test_numbers_of_numpy_arrive_as_numbers() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**64 - 1, 2**63, -5 % 2**64])
-def test_ids_are_distinct_and_never_zero_whatever_the_seed(seed: int) -> None:
+def test_ids_are_distinct_and_never_zero_with_any_seed(seed: int) -> None:
     ids = Ids()
     ids._seed, ids._trace_seeds = seed, [seed, seed]
     found = [ids.span_id(number) for number in range(1, 3_000)]

@@ -1,7 +1,7 @@
-"""Where spans of tasks, threads and copied contexts hang: in the trace, the tally and at the collector alike.
+"""The parents of spans of tasks, threads and copied contexts, alike in the trace, the tally and the collector.
 
-One rule: below the nearest span above that is open when they begin; where none is, they are roots and say what their
-context came from. `test_programs` holds the same for programs at random.
+The rule is that the parent of a span is the nearest span above it that is open at its begin. A span without such a
+parent is a root, and names the span of its context. `test_programs` checks the same for random programs.
 """
 
 from __future__ import annotations
@@ -471,7 +471,7 @@ def test_a_kept_request_is_whole_when_the_tally_has_no_room_for_its_paths(record
 
 
 @pytest.mark.slow
-def test_tasks_that_start_one_another_hold_nothing_of_those_before(recorder: Any) -> None:
+def test_a_chain_of_tasks_keeps_no_objects_of_earlier_tasks(recorder: Any) -> None:
     last: list[asyncio.Task[None]] = []
 
     @wrapped(recorder, "link")

@@ -857,7 +857,7 @@ export:
     def test_no_message_shows_a_secret(self, text: str) -> None:
         assert not re.search("secret|1234", problem(text))
 
-    def test_a_message_is_one_line_whatever_the_file_holds(self) -> None:
+    def test_a_message_is_one_printable_line_for_any_file_content(self) -> None:
         told = problems('"a\\nb": ["${"]\n"c\\x1b[31m": "${"\nstate: "x\\ny"')
         assert len(told) == 5
         assert all(message.isprintable() for message in told)

@@ -759,7 +759,7 @@ def test_a_training_loop_prints_its_steps(capsys: pytest.CaptureFixture[str], to
     assert "Linear" in printed
 
 
-def test_whoever_waits_for_a_loader_on_the_thread_of_the_steps_is_reader_cost(torch: Any) -> None:
+def test_a_wait_for_any_loader_on_the_thread_of_the_steps_is_reader_cost(torch: Any) -> None:
     class Slow(torch.utils.data.Dataset):  # type: ignore[misc,name-defined]
         def __len__(self) -> int:
             return 12

@@ -124,9 +124,10 @@ def delivered_tree(trees: list[list[Span]], spans: list[Span]) -> tuple[Any, ...
 
 
 def assert_waited(tracked: Iterable[Tracked], spans: list[Span], about: str) -> None:
-    """What coroutines waited lies between what was measured around their calls and inside of their bodies.
+    """Assert that the wait of coroutines is between the measurements around their calls and inside their bodies.
 
-    It is as long as what they awaited waited, at least, which may be longer by the way from one to the other.
+    The wait of a coroutine is at least as long as the wait of its awaited coroutine. It may be longer by the time from
+    one to the other.
     """
     least, most, found = Counter[str](), Counter[str](), Counter[str]()
     names = {one.name for one in tracked if one.waits_from_ns is not None}

@@ -1,8 +1,8 @@
-"""Programs of others, unmodified, under `instrument run` with nothing but a profile: the same program, and its trace.
+"""Unmodified public programs under `instrument run` with nothing but a profile: the same program, and its trace.
 
-Each is run twice, without us and with us. Its answers, standard output, standard error, exit code and the way it takes
-signals must be the same, up to process ids, times and the order in which several processes write; beside them stand
-our summary and a trace that shows what the profile named.
+Each program runs twice, without `instrument` and with it. The answers, standard output, standard error, exit code and
+handling of signals must be the same. Process ids, times and the order in which several processes write may differ. The
+second run must also have the summary, and a trace with the functions of the profile.
 
 Programs that are not installed are skipped. The `test` extra installs gunicorn, litserve and transformers; `pip install
 magika sentence-transformers` adds the rest, some 110 MB to download.

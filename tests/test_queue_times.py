@@ -148,7 +148,7 @@ def bounds_s() -> tuple[float, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preference", ["cumulative", pytest.param("delta", marks=pytest.mark.slow)])
-def test_all_requests_are_reported_with_their_time_in_the_queue_whatever_is_kept(
+def test_all_requests_are_reported_with_their_queue_time_if_only_some_are_kept(
     collector: Collector, preference: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(TEMPORALITY, preference)

@@ -575,7 +575,7 @@ def test_a_scope_that_is_entered_and_dropped_ends_then_and_one_begun_by_start_go
     assert recorder.open_rows() == []
 
 
-def test_scopes_of_one_name_are_apart_where_they_are_nested_held_muted_or_older_than_a_reset(recorder: Any) -> None:
+def test_scopes_of_one_name_are_distinct_if_nested_reused_muted_or_older_than_a_reset(recorder: Any) -> None:
     for _ in range(2):
         with recorder.scope("one") as outer, recorder.scope("one") as inner:
             assert outer is not inner
@@ -1619,7 +1619,7 @@ def test_a_method_passes_muted_instances_and_what_nobody_could_decide(
 
 
 @pytest.mark.slow
-def test_the_tally_of_all_threads_together_is_the_sum_of_those_of_each(make_recorder: Any) -> None:
+def test_the_tally_of_all_threads_together_is_the_sum_of_the_tallies_of_each_thread(make_recorder: Any) -> None:
     """Threads that have ended and whose rings were given up too, and sites that mean the same place."""
     recorder = make_recorder()
     sites = [Site("f", "op"), Site("f", "op"), Site("g", "layer"), Site("h", "copy")]

@@ -613,7 +613,7 @@ def test_stop_waits_for_the_reload_that_has_begun() -> None:
     assert done.is_set()
 
 
-def test_the_answer_to_a_caller_names_so_many_and_counts_the_rest() -> None:
+def test_the_answer_to_a_caller_names_at_most_the_allowed_number_and_counts_the_rest() -> None:
     done = Reload(2, "0a", tuple(f"m:f{number}" for number in range(MOST_NAMES + 3)), ("m:g",), ("clock keeps its",))
     facts = done.facts()
     assert (len(facts["attached"]), facts["attached"][-1]) == (MOST_NAMES + 1, "and 3 more")

@@ -115,7 +115,7 @@ def test_the_busy_time_of_a_device_that_may_be_waiting_for_the_host_is_a_line_be
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", ["ms", "ns"])
 @pytest.mark.parametrize("make", [service, hostile, crowded, job])
-def test_a_screen_is_a_screen_whatever_was_recorded(make: Callable[[], Trace], unit: str) -> None:
+def test_a_brief_summary_fits_one_screen_with_any_recording(make: Callable[[], Trace], unit: str) -> None:
     for recording in (Recording.from_trace(make()), running(make())):
         lines = format_summary(["brief"], recording, Options(unit=unit)).splitlines()
         assert len(lines) <= MOST_LINES

@@ -188,11 +188,11 @@ def in_fluids_digits(row: EventRow) -> dict[str, str]:
 
 @pytest.mark.parametrize(("index", "rows"), [(0, 43), (1, 83)], ids=["merged", "per thread"])
 def test_every_number_of_paddles_own_report_is_reproduced_in_its_order(index: int, rows: int) -> None:
-    """The objects to its six digits, the text to four of them, in a line of 100 columns where its own has 160.
+    """The objects agree to Paddle's six digits and the text to four, in a line of 100 columns instead of 160.
 
-    Ours differs on purpose in two columns more, p50 and p99, in a phase row that does not repeat the thread's tag, and
-    in the times of host and device, which are a table of the rows that have both.
-    One average, 0.071905 / 4, lies halfway between two numbers of six digits: their sum of doubles rounds up.
+    The report of `instrument` differs on purpose. It has two columns more, p50 and p99. A phase row does not repeat the
+    thread's tag. The times of host and device are a table of the rows that have both. One average, 0.071905 / 4, is
+    halfway between two numbers of six digits: the sum of doubles rounds up.
     """
     view = view_of(tally_of_paddle(), tracer_option="OpDetail", sorted_by="total")
     ours = table_rows(reports(text_of(view))[index])

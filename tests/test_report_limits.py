@@ -108,7 +108,7 @@ def test_every_verb_reads_files_within_the_memory_that_it_is_given(words: tuple[
     assert refused.limits[:2] == refused.limits[2:]
 
 
-def test_more_events_than_any_trace_has_end_the_reading_whatever_they_say(
+def test_more_events_than_the_limit_stop_the_reading_with_any_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(slice_reading, "LIMIT_EVENTS", 400)

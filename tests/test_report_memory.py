@@ -131,7 +131,7 @@ def a_service_beside_torch(tmp_path: Path) -> Trace:
     return chrome.join_torch_trace(ours, theirs)
 
 
-def test_the_layout_beside_torch(tmp_path: Path) -> None:
+def test_the_layout_of_a_service_with_torch(tmp_path: Path) -> None:
     assert is_golden("memory", text_of(view_of(a_service_beside_torch(tmp_path))))
 
 

@@ -266,7 +266,7 @@ def test_a_limit_leaves_nothing_out_of_the_sums(trace: Trace, rows: int, least_n
 
 
 @given(traces(), st.integers(1, 3))
-def test_the_remaining_operators_have_the_share_of_those_that_lie_in_no_other_of_them(trace: Trace, rows: int) -> None:
+def test_the_share_of_the_remaining_operators_counts_only_the_outermost_operators(trace: Trace, rows: int) -> None:
     expected = Expected(trace, OPERATORS, trace.coverage)
     for block in view(trace, threads="merged", rows=rows).blocks:
         shown = {(row.name, row.kind) for row in block.rows if not row.remaining}

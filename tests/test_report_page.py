@@ -286,7 +286,7 @@ def test_a_full_page_has_spans_of_the_slowest_and_the_median_request_and_a_note(
     assert len(document["device"]["start"]) == 50
 
 
-def test_a_request_that_is_asked_for_has_its_spans_whatever_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_selected_request_has_its_spans_with_any_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     trace = engine_trace(40)
     monkeypatch.setattr(html_page, "MOST_SPANS", 100)
     monkeypatch.setattr(kept_spans, "MOST_LISTED", 5)

@@ -127,7 +127,7 @@ def owner(span: Span, by_id: dict[int, Span]) -> int:
 
 
 def by_instant(request: Span, spans: list[Span]) -> Counter[str]:
-    """Return each ns of a request, given to the phase that began last of those that run in it."""
+    """Return the ns of a request by phase. Each ns belongs to the running phase that began last."""
     times: Counter[str] = Counter()
     for at in range(request.start_ns, request.end_ns):
         running = [span for span in spans if span.site in PHASE_OF and span.start_ns <= at < span.end_ns]

@@ -236,7 +236,7 @@ def test_no_trace_breaks_a_view_its_lines_or_its_document(view: str, trace: str,
 
 
 @pytest.mark.parametrize("text", ["", "a", "steps", "日本日本", "e\u0301" * 25, "x" * 25])
-def test_titles_of_sections_are_of_one_width_whatever_the_name(text: str) -> None:
+def test_titles_of_sections_have_one_width_with_any_name(text: str) -> None:
     line = make_section_title_lines(text)[0]
     assert measure_width(line) == 77
     assert len(line) - len(line.lstrip("-")) == len(line) - len(line.rstrip("-")) == 25

@@ -118,7 +118,7 @@ ASKED = Asked("r")
 
 
 class DriversUUID(UUID):
-    """As drivers of databases have them."""
+    """A subclass of UUID, as drivers of databases have it."""
 
 
 def of_asked(key: str) -> str:
@@ -566,7 +566,7 @@ def test_a_rule_for_a_server_s_own_function_reports_the_request_that_it_serves(
 
 
 class Holder:
-    """What has a list of requests, or one."""
+    """A holder of one request or of a list of requests."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
@@ -626,7 +626,7 @@ WANTED = [
 
 
 def read_by(rule: str, values: Sequence[Any]) -> list[Any]:
-    """What is read below each value, of arguments and results, with the types, and how much was complained of."""
+    """Return the keys below each value, of arguments and results, with the types and counts of unreadable values."""
     readers = []
     for text in (rule, rule.replace("self.", "return.")):
         (parsed,) = loads(f'functions: [{{match: "m:Holder.step", {text}}}]').functions
@@ -679,7 +679,7 @@ def test_keys_that_code_gives_are_the_same_in_c_and_past_it() -> None:
 
 
 class Busy:
-    """Whose key is found in another context, inside a span, and empties a list."""
+    """An item whose key is read in another context, inside a span, and whose key clears a list."""
 
     def __init__(self, recorder: Any, held: list[Any]) -> None:
         self._recorder, self._held = recorder, held

@@ -1,4 +1,4 @@
-"""Requests of the demonstration, 8 at a time, held against what its own log says of each: their trees, and their parts.
+"""Requests of the demonstration, 8 at a time, compared with the demonstration's own log: their trees, and their parts.
 
 The engine is a thread of the server's process, or a process of its own.
 """
@@ -71,7 +71,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def profile_of(collector: Collector, agent: str) -> str:
-    """That of the demonstration, with recordings, and with everything sent to a collector."""
+    """Return the demonstration's profile with recordings, and with an export of everything to a collector."""
     document = yaml.safe_load((EXAMPLES.parent / "configs" / "chat.yaml").read_text())
     document["agent"] = agent
     recording = {"path": "traces/{service}-{pid}-{window}.npz"}

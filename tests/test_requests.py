@@ -138,9 +138,10 @@ class Answered:
 
 
 def ask_all(port: int, wanted: Sequence[Ask], times: int) -> list[Answered]:
-    """Ask each so many times, each time as the caller of a trace of its own.
+    """Ask each request `times` times, each time as the caller of a separate trace, and return the answers.
 
-    The server hangs up after each answer, which is when its app has ended, too: some servers end at once when asked to.
+    The server closes the connection after each answer, and its app has ended by then. Some servers end at once on a
+    request to stop.
     """
     answers = []
     for number in range(times * len(wanted)):

@@ -271,7 +271,7 @@ def test_without_requests_the_loop_is_left_alone() -> None:
     instrument.stop()
 
 
-def test_whoever_has_taken_our_function_records_nothing_after_the_stop() -> None:
+def test_a_caller_that_kept_the_replaced_function_records_nothing_after_the_stop() -> None:
     instrument.start(PROFILE)
     taken = asyncio.events.Handle._run
     instrument.stop()

@@ -284,8 +284,10 @@ Stage = tuple[int, str, int, int, Mapping[str, object]]
 
 
 def by_convert(run: Run) -> tuple[list[Stage], dict[int, list[int]], dict[int, int]]:
-    """As `convert` finds them in recordings: the stages of all requests, by the span of each batch its links, and the
-    parent of each span, but for the roots of traces."""
+    """Return the results of `convert` on recordings.
+
+    The results are the stages of all requests, the links by batch span, and the parent of each span that is not a root.
+    """
     parts = [saved(its, number, "one") for number, its in ((FRONT, run.front), (ENGINE, run.engine))]
     merged = merge_recordings(parts)
     joined = join_requests(merged.saved.trace.columns)
@@ -526,7 +528,7 @@ def with_some_open(make: Callable[[int], Run], seed: int) -> Run:
 
 @pytest.mark.parametrize("limit", [None, 60])
 @pytest.mark.parametrize(("make", "seed"), engines((run_of, 5), (with_strays, 5), (with_nested, 5)))
-def test_a_batch_is_given_to_each_of_its_requests_once_whatever_engines_do_and_memory_is_bounded(
+def test_each_request_gets_its_batch_once_with_any_engine_and_bounded_memory(
     make: Callable[[int], Run], seed: int, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = with_some_open(make, seed)

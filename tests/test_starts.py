@@ -325,7 +325,7 @@ def test_a_profile_that_has_changed_since_is_not_waited_by() -> None:
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
 
 
-def test_the_first_python_of_a_run_records_whatever_begins_it() -> None:
+def test_only_the_first_python_process_of_a_run_records() -> None:
     environ = {"INSTRUMENT_AGENT": "/nowhere/20261128T100000-7/agent.sock", "INSTRUMENT_RUN": "20261128T100000-7"}
     folder = Path("20261128T100000-7").absolute()
     folder.mkdir()

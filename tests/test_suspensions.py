@@ -1,7 +1,7 @@
-"""Running and waiting: of a coroutine's time what it was suspended, measured around its steps and inside of its body.
+"""Running and waiting: the suspended time of a coroutine, measured around its steps and inside of its body.
 
-What is measured around lies within what the recorder sees, and that within what is measured inside: so both bound it,
-however busy the machine is.
+The measurement around a step is within the recorder's time. The recorder's time is within the measurement inside the
+body. Both measurements therefore bound the recorder's time, on a machine with any load.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ PROFILE = 'functions: [{match: "work:step"}]\nexport: {summary: {to: stderr, vie
 
 @pytest.fixture(autouse=True)
 def hang_up_ends_a_process() -> Iterator[None]:
-    """A process under nohup ignores SIGHUP, and so would the processes of these tests."""
+    """Restore the default action of SIGHUP during a test. Children of a process under nohup ignore SIGHUP."""
     found = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, found)

@@ -1,6 +1,6 @@
-"""Device time by torch's own events: what is different where torch stands between us and the driver.
+"""Device time by torch's own events: the differences from the use of the driver alone.
 
-That the times are right is what tests/test_device.py shows, with this driver as with the other.
+`tests/test_device.py` shows that the times are right, with this driver as with the other.
 """
 
 from __future__ import annotations

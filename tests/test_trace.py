@@ -97,7 +97,7 @@ OF_GROUPS = st.lists(st.tuples(st.integers(0, 4), st.integers(-20, 60), st.integ
 
 
 def far_apart(parts: list[tuple[int, int, int]], is_far: bool) -> tuple[Any, Any, Any]:
-    """Return the columns of parts. Far ones are so many hours from those of other groups that 64 bits overflow."""
+    """Return the columns of parts. With `is_far` the groups are so far apart that 64 bits overflow."""
     starts, ends = columns_of([(start, length) for _, start, length in parts])
     groups = np.array([group for group, *_ in parts], dtype=np.int64)
     shift = groups * (1 << 59) * is_far
@@ -194,7 +194,7 @@ def test_levels_tops_and_the_nearest_are_those_of_a_walk_up(data: st.DataObject)
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8, 100])
 @pytest.mark.parametrize("more", [0, 1, 50])
-def test_a_circle_is_found_whatever_its_length_and_what_hangs_below_it(length: int, more: int) -> None:
+def test_a_circle_is_found_at_any_length_with_any_rows_below_it(length: int, more: int) -> None:
     circle = [(place + 1) % length for place in range(length)]
     parents = np.array([*circle, *range(length - 1, length - 1 + more), NONE], dtype=np.int32)
     for find in (count_ancestors, topmost_rows):
@@ -304,7 +304,9 @@ def test_the_call_tree_is_that_of_the_spans(trace: Trace, is_bounded: bool, kind
 
 
 @given(SOME, st.randoms())
-def test_the_call_tree_among_some_spans_is_that_of_a_trace_of_these_alone(trace: Trace, chance: Any) -> None:
+def test_the_call_tree_of_selected_spans_equals_that_of_a_trace_with_only_the_selected_spans(
+    trace: Trace, chance: Any
+) -> None:
     columns = trace.columns
     some = np.array([chance.random() < 0.7 for _ in trace.spans], dtype=np.bool_)
     alone = columns.select(some)

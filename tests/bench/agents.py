@@ -1,28 +1,29 @@
 """The cost of an agent to an HTTP service, and of a reader in its process: `python tests/bench/agents.py`.
 
-A service under uvicorn answers requests of so many calls (`--calls`), each some microseconds of work, as three servers:
-bare; under `instrument run` with its agent; and with `agent: off`, whose reader is a thread of the service. `--export`
-has both send every span over OTLP to a collector beside them that takes everything, as many spans a second as the
-service makes, beside a fourth whose agent sends nothing: what is sent costs what these differ by. All live at the same
-time and are asked in turns, so many requests in a row (`--burst`), there and back again (ABCCBA), so that the machine's
-speed counts alike. Each block begins the servers anew, for where the memory
-of a process lies makes it faster or slower than another by more than what is looked for.
+A service under uvicorn answers requests of `--calls` calls. Each call is some microseconds of work. Three servers run
+the service: bare; under `instrument run` with its agent; and with `agent: off`, where a thread of the service is the
+reader. The option `--export` makes the second and the third server send every span over OTLP. The collector accepts
+every span, as many spans a second as the service makes. A fourth server then has an agent that sends nothing: the
+difference is the cost of sending. All servers run at the same time. The client sends `--burst` requests in a row to
+each server in turn, there and back again (ABCCBA). The machine's speed therefore affects all servers alike. Each block
+starts the servers anew. The addresses of a process's memory can change its speed by more than the measured cost.
 
-A latency is told in units of the bare server's median in its turn. Told are the medians and the 99th percentiles of
-these, as ratios to the bare server's, with 95 % confidence from drawing the turns anew (bootstrap), and the processor
-time of a request, which other work on the machine changes less: of each turn that of a server less that of the bare
-one, and the median of these; and what the agent and its child take. Where there is more than one core the servers have
-the last one, and client, collector and agents the others.
+The unit of a latency is the median of the bare server in the same turn. The output has the medians and the 99th
+percentiles, as ratios to the bare server's. The limits of 95 % confidence come from drawing the turns anew (bootstrap).
+The output also has the processor time of a request, which other work on the machine changes less. The processor time of
+the bare server is subtracted in each turn, and the median of the turns is printed. The processor time of the agent and
+its child is printed too. On more than one core the servers use the last core, and the client, the collector and the
+agents use the others.
 
-`--demo` asks the demonstration (`examples/chat`, `configs/chat.yaml`) instead, with `--engine-process` in two
-processes.
+The option `--demo` measures the demonstration (`examples/chat`, `configs/chat.yaml`) instead. With `--engine-process`
+the demonstration has two processes.
 
-One block decides little: on two cores that others used, too, processor time differed by 3 to 10 % either way between
-servers that do the same. Take ten, on a machine that is idle; `tests/bench/service.py` compares within one process.
+One block decides little. On two cores with other work the processor time of identical servers differed by 3 to 10 %
+either way. Take ten blocks on a machine that is idle. `tests/bench/service.py` compares within one process.
 
-`--memory SECONDS` prints the memory of the agent and of its exporter instead, while the service records nothing and
-then `--rate` spans a second. Pages that several processes share count to each in part. It also prints how long after
-their ends requests reached the collector, and how many spans did.
+The option `--memory SECONDS` prints the memory of the agent and of its exporter instead. The service first records
+nothing, and then `--rate` spans a second. A page that several processes share counts to each process in part. The
+output also has the number of spans at the collector, and the time from the end of a request to its arrival there.
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def command_of(process: int) -> str:
 
 
 def children_of(process: int) -> list[int]:
-    """Those that its threads have begun."""
+    """Return the process ids of the children that the threads of a process have started."""
     threads = Path(f"/proc/{process}/task").iterdir()
     return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
 
@@ -172,7 +173,7 @@ def profile_of(state: str, options: argparse.Namespace, collector: int) -> str:
 
 
 def is_whole(answer: bytes) -> bool:
-    """Whether all of an answer has come."""
+    """Return True if the answer is complete."""
     head, _, body = answer.partition(b"\r\n\r\n")
     length = re.search(rb"(?i)content-length: *(\d+)", head)
     return length is not None and len(body) == int(length[1])
@@ -222,12 +223,12 @@ class Server:
         return sum(map(processor_s, self.processes))
 
     def agents_s(self) -> float:
-        """That of the agent of its run and of the agent's children, where it has one."""
+        """Return the processor time of the run's agent and its children in seconds, or 0 without an agent."""
         agents = [process for process in processes() if f'"first": {self.process.pid},' in command_of(process)]
         return sum(processor_s(one) for agent in agents for one in (agent, *children_of(agent)))
 
     def ask(self, times: int) -> list[float]:
-        """Latencies of so many requests, one after the other, in seconds; what they took of a processor is added."""
+        """Return the latencies in seconds of consecutive requests, and append their mean processor time to `took_s`."""
         found = []
         with self._connected() as connection:  # a new one, for uvicorn closes those that wait for 5 s
             before_s = self.processor_s()
@@ -306,7 +307,7 @@ def tell_memory(when: str, agent: int) -> None:
 
 
 def measure_memory(options: argparse.Namespace, collector: Collector) -> None:
-    """Print what an agent takes of a service that records nothing, and then so many spans a second."""
+    """Print the memory of the agent of a service that records nothing, and then `--rate` spans a second."""
     options.calls, options.work, options.export = MEMORY_CALLS, 1, True
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "service.py").write_text(SERVICE)

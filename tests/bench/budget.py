@@ -1,23 +1,23 @@
 """The overhead under `budget:` with a hostile profile: `python tests/bench/budget.py`, from the root of the repository.
 
-A thread uses what a profile of `budget: 1%` records, in blocks, over and over: functions of 50 ns, layers of torch of
-1 us, coroutines and generators, by rules and by `@profiled`; each would cost more than 20 times the budget if it were
-recorded. Blocks of the recorded thing and of a bare twin take turns, so that a machine whose speed wanders does so for
-both. What the instrumentation costs is the thread's processor time in the one less that in the other, as a share of the
-thread's time, from the time on that the governor is given to settle. It must be within 0.3 percentage points of the
-budget. Exit code 1 where it is not.
+A thread calls the code that a profile of `budget: 1%` records, in blocks, over and over. The code is functions of 50
+ns, layers of torch of 1 us, coroutines and generators, by rules and by `@profiled`. Each would cost more than 20 times
+the budget if it were recorded. Blocks of the recorded code and of its bare twin take turns, so a change of the
+machine's speed has the same effect on both. The cost of the instrumentation is the thread's processor time in the
+recorded blocks less that in the bare blocks. It is a share of the thread's time, measured after the time in which the
+governor settles. It must be within 0.3 percentage points of the budget. The exit code is 1 if it is not.
 
-What can be had is bounded by what cannot be taken off. A layer that is taken off costs what one that no rule selects
-costs: the `forward` of its class stays ours, 6 to 12 ns of the 700 that it takes to call a layer of torch that does
-nothing. Its twin is of a class that nobody touched. Where the attributes of two classes lie in the interpreter's method
-cache is chance, and makes one of two bare classes slower by up to 100 ns a call for as long as they live, more than
-what is looked for: so both are changed now and then, which draws their places anew, and have many layers each.
+A part of the cost cannot be removed. A detached layer costs the same as a layer that no rule selects. The `forward` of
+its class stays wrapped, which costs 6 to 12 ns of the 700 ns of a call of an empty torch layer. The class of its twin
+is unchanged. The positions of the attributes of two classes in the interpreter's method cache depend on chance. They
+can make one of two bare classes slower by up to 100 ns a call for its whole life, more than the measured cost. The
+benchmark therefore replaces both classes now and then, which draws new positions, and each class has many layers.
 
-A scope stands in the service's own code: muted, it costs what Python takes to enter and leave a
-`with` block of something that does nothing, and the counting: 60 to 150 ns by machine, half of what it costs when it is
-recorded. So 1 % of a thread's time is 70,000 to 170,000 scopes a second and no more, whatever is done; beyond that the
-notes name the scope and what its counting costs. `scopes` here are as many as cost 1.5 times the budget when they are
-recorded, and `mixed` is all of them in one profile.
+A scope is in the code of the service. A muted scope costs the time of an empty `with` block and the time of counting.
+This is 60 to 150 ns by machine, half of the cost of a recorded scope. A budget of 1 % of a thread's time therefore
+permits at most 70,000 to 170,000 scopes a second. Above that rate the notes name the scope and the cost of counting it.
+The kind `scopes` has as many scopes as cost 1.5 times the budget when they are recorded. The kind `mixed` is all kinds
+in one profile.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ Block = Callable[[int], None]
 
 @dataclass
 class Kind:
-    """What a profile says, blocks of what it records, and the same bare."""
+    """The rules of a profile, blocks of the code that the profile records, and blocks of its bare twin."""
 
     rules: dict[str, str]
     recorded: Block
@@ -151,7 +151,7 @@ def layers() -> Kind:
 
 
 def work(turns: int) -> int:
-    """What else the thread does."""
+    """Run a loop that represents the other work of the thread, and return its sum."""
     done = 0
     for turn in range(turns):
         done += turn
@@ -159,7 +159,7 @@ def work(turns: int) -> int:
 
 
 def turns_of(wanted_ns: float) -> int:
-    """How many turns of `work` take so long."""
+    """Return the number of turns with which `work` takes `wanted_ns`."""
     turns = 100
     for _ in range(5):
         began_ns = time.thread_time_ns()
@@ -170,7 +170,7 @@ def turns_of(wanted_ns: float) -> int:
 
 
 def scopes() -> Kind:
-    """As many scopes, among other work, as can be counted within the budget."""
+    """Return a kind with as many scopes, among other work, as can be counted within the budget."""
     scope = instrument.scope
     turns = turns_of(min(measure_muted_call_ns()["scope"] for _ in range(5)) / COUNTED)
 

@@ -2,14 +2,14 @@
 
     python tests/bench/comparisons.py [--pairs N] [--requests N] [--spans N]
 
-Pairs of recordings of one service, whose neighbouring steps are alike by 0.9: first of the same code, while the load
-doubles, prompts are three times as long, or both; then with one function of ten slower by 3 %, under the same changes.
-`plain` beside the first is Mann-Whitney's test at 1 % on the same calls, unmatched, as a plain tool would ask: the
-pairs of which it calls any call path slower. The first line is what the whole command takes for two recordings, which
-have that number of spans together.
+The benchmark compares pairs of recordings of one service. The correlation of adjacent steps is 0.9. The first pairs are
+of the same code, with twice the load, with prompts three times as long, or with both. The other pairs have one function
+of ten that is slower by 3 %, under the same changes. The column `plain` is the result of a plain tool: Mann-Whitney's
+test at 1 % on the same calls, unmatched. It counts the pairs in which the test calls a call path slower. The first line
+is the time of the whole command for two recordings with `--spans` spans together.
 
-Targets: of 60 pairs of the same code at most 1 with a regression; of 60 with a slower function at least 54 found, and
-52 by its call path. Two recordings of a million spans in all within 2 s and 500 MB.
+Targets: of 60 pairs of the same code at most 1 with a regression. Of 60 pairs with a slower function at least 54 found,
+and 52 by its call path. Two recordings of a million spans in all within 2 s and 500 MB.
 """
 
 from __future__ import annotations

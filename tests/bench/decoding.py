@@ -1,12 +1,12 @@
 """The cost of layers with device time in a model that decodes: `python tests/bench/decoding.py`.
 
-A Llama of 16 layers with weights made on the spot decodes for four sequences, bare and with a profile that selects its
-blocks, every linear layer, or every linear layer on the host alone; bare and on take turns. Without a CUDA device the
-numbers are those of host times.
+A Llama of 16 layers with random weights decodes for four sequences, bare and with a profile. The profile selects the
+blocks, every linear layer, or every linear layer on the host alone. Bare and profiled runs take turns. Without a CUDA
+device the numbers are host times.
 
-On an H200 (torch 2.11, 16 cores of a virtual machine) a token took 20.3 ms bare and 24.9 with 16 blocks timed, 19.8 and
-25.3 with 113 linear layers, and no more with host times alone. The resolver looked every 5 ms then: each look cost a
-millisecond, whatever was timed. It looks every 50 ms now, which is not measured there yet.
+On an H200 (torch 2.11, 16 cores of a virtual machine) a token took 20.3 ms bare and 24.9 with 16 blocks timed. It took
+19.8 and 25.3 with 113 linear layers, and no more with host times alone. The resolver looked every 5 ms then, and each
+look cost a millisecond for any number of timed layers. It looks every 50 ms now, which is not measured there yet.
 """
 
 from __future__ import annotations

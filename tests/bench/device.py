@@ -1,27 +1,29 @@
 """The cost of a span with device time on the host: `python tests/bench/device.py`.
 
-Where there is a CUDA device and a torch that uses it, that is measured; elsewhere the fake driver of the tests, whose
-calls take next to nothing, so that what remains is ours and the bindings'. `--driver-ns` lets each of its calls take
-as long as a real one.
+The benchmark measures a CUDA device if torch can use one. Otherwise it measures the fake driver of the tests. The calls
+of the fake driver take almost no time, so the figure is the cost of the recorder and of the bindings. The option
+`--driver-ns` makes each call take as long as a real one.
 
-The first table shows a span without device time, and one with it by each way to record: letting go of the lock once a
-record, as is the default, and keeping it. The second and third show the same while other threads compute in Python: who
-lets go of the lock may then wait for it until another thread's turn is over (5 ms unless `sys.setswitchinterval` says
-otherwise), as in any operator of torch; who keeps it may wait for ever where a host function wants it.
+The first table has a span without device time, and a span with device time by each way to record. A record releases the
+interpreter lock, which is the default, or keeps it. The second and the third table have the same while other threads
+compute in Python. A thread that releases the lock may then wait until the turn of another thread is over, as in any
+operator of torch. A turn is 5 ms by the default of `sys.setswitchinterval`. A thread that keeps the lock may wait for
+ever if a host function needs the lock.
 
-With `--spans N`, N spans go through one timer, and the memory of the process is shown on the way.
+With `--spans N`, N spans go through one timer, and the benchmark prints the memory of the process on the way.
 
-On two shared cores a pair of events costs about 0.6 us on the service's thread beside the driver's own two records,
-with Python's lock held; 2.6 us where each call lets go of it (`device: {gil: release}`), and up to 5 ms where another
-thread computes in Python just then. The resolver takes 4 us a pair on a thread of its own, with the lock, which
-a service that never waits pays for, too; it was 7.5 to 9.5 us while it looked each millisecond. Ten million pairs leave
-the memory where it was once the pool had grown.
+On two shared cores a pair of events costs about 0.6 us on the service's thread, without the driver's two records. This
+is with Python's lock kept. It costs 2.6 us where each call releases the lock (`device: {gil: release}`), and up to 5 ms
+where another thread computes in Python. The resolver takes 4 us a pair on its own thread, with the lock. A service that
+never waits also pays for the resolver. The resolver took 7.5 to 9.5 us while it looked each millisecond. Ten million
+pairs do not increase the memory after the pool has grown.
 
-On an H200 (torch 2.11, driver 580, 16 cores of a virtual machine) a pair costs 4.9 us, whoever keeps the lock. Where a
-thread computes in Python, 7 us by who keeps it, and in the mean 4.8 ms (half of them below 74 us) by who lets go of it;
-an operator of torch, which lets go of it too, then takes 6 to 14 ms. Who kept it did hang where host functions were in
-Python. Looks that came each millisecond cost such a service 18 us a pair. Looks 5 ms apart cost a model that decodes
-4.6 of 20 ms a token, whether 16 or 113 layers were timed: it takes time to hand the lock over between cores that sleep.
+On an H200 (torch 2.11, driver 580, 16 cores of a virtual machine) a pair costs 4.9 us, with the lock kept or released.
+Where a thread computes in Python, a pair costs 7 us with the lock kept. With the lock released it costs 4.8 ms in the
+mean, and half of the pairs cost below 74 us. An operator of torch also releases the lock, and then takes 6 to 14 ms. A
+thread that kept the lock did hang where host functions were in Python. Looks that came each millisecond cost such a
+service 18 us a pair. Looks 5 ms apart cost a model that decodes 4.6 of 20 ms a token, with 16 or with 113 timed layers.
+The cause is the time to hand the lock over between cores that sleep.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """The dataset of a simulated fleet: its cost, its size, and the answers of engines, compared with `instrument report`.
 
-`python tests/bench/fleet.py --hosts 2 20` writes the recordings of 2 hosts, then of 20, by two processes at once,
-through the S3 protocol of moto's server. Then DuckDB, Polars, pyarrow, chDB, Spark and Ray answer the questions of
-`examples/fleet`, as far as they are installed, and each answer is compared with the numbers of the report. Ten hosts
-are simulated. Each further one has the spans of one of them, with a host, run and ids of its own.
+`python tests/bench/fleet.py --hosts 2 20` writes the recordings of 2 hosts, then of 20. Two processes write at once,
+through the S3 protocol of moto's server. The installed engines of DuckDB, Polars, pyarrow, chDB, Spark and Ray then
+answer the questions of `examples/fleet`. The benchmark compares each answer with the numbers of the report. Ten hosts
+are simulated. Each further host has the spans of one of the ten, with a host, run and ids of its own.
 
 `--folder data --hosts 1 10 100 1000 --seconds 23 --engines duckdb` writes 100 million spans to a local folder.
 
-`--rates 10000 50000` measures `export: {parquet: }` instead: the exporter of a service with so many spans a second,
-which sends them to a collector, with and without the dataset.
+`--rates 10000 50000` measures `export: {parquet: }` instead. It measures the exporter of a service that records spans
+at each rate. The exporter sends the spans to a collector, with and without the dataset.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ class Collector(BaseHTTPRequestHandler):
 
 
 def measure_writer(rate: int, seconds: float, port: int) -> None:
-    """Print what the dataset costs the exporter of a service with so many spans a second."""
+    """Print the cost of the dataset to the exporter of a service that records `rate` spans a second."""
     costs = {}
     server = ThreadingHTTPServer(("127.0.0.1", port), Collector)
     threading.Thread(target=server.serve_forever, daemon=True).start()

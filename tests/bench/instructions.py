@@ -73,7 +73,7 @@ def run(shape: str, spans: Iterator[None]) -> None:
 
 
 def totals(command: list[str], names: list[str], package: str = "") -> list[int]:
-    """Return the sums of these names that cachegrind prints of a command, by the package in a folder."""
+    """Run a command of cachegrind with a package's folder on the path, and return the printed sums of the names."""
     environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": package}
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=environment)
     sums = [re.search(rf"{name}:\s+([\d,]+)", done.stderr) for name in names]

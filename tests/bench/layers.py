@@ -1,12 +1,12 @@
 """The cost of observed layers in a model: `python tests/bench/layers.py`.
 
-A model of 100 modules whose forward takes about 10 ms on one CPU thread runs in blocks: without a session (A) and with
-one whose profile selects all 100 modules (B). The blocks come as A B B A in one process, so that a steady drift of the
-machine's speed falls on both alike. Each of these quads gives one shift, the medians of B against those of A. The
-figure is the median of the shifts, its 95 % confidence interval comes from drawing the quads anew (bootstrap). A second
-row keeps the session in place and has recording switched off at run time.
+A model of 100 modules runs in blocks. Its forward takes about 10 ms on one CPU thread. A block runs without a session
+(A) or with a session whose profile selects all 100 modules (B). The blocks come as A B B A in one process, so a steady
+drift of the machine's speed has the same effect on both. Each quad gives one shift, the medians of B against the
+medians of A. The figure is the median of the shifts. Its 95 % confidence interval comes from drawing the quads anew
+(bootstrap). A second row keeps the session and switches recording off at run time.
 
-On two shared cores all 100 layers recorded made the forward of 10 ms 0.5 % longer.
+On two shared cores all 100 recorded layers made the forward of 10 ms 0.5 % longer.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def muted() -> None:
 
 
 def shifts(begin: Callable[[], None], model: nn.Module, rows: Tensor, quads: int, forwards: int) -> list[float]:
-    """For each quad, by which share the forward takes longer with the session that `begin` starts."""
+    """Return for each quad the ratio by which the session that `begin` starts lengthens the forward."""
     found = []
     for _ in range(quads):
         times: dict[bool, list[int]] = {False: [], True: []}
@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def verdict(low: float, high: float) -> str:
-    """What the interval says about the target: nothing, where it lies on both sides."""
+    """Return the verdict on the target. An interval that contains the target decides nothing."""
     if high <= TARGET:
         return "met"
     return "MISSED" if low > TARGET else "not decided, the interval holds the target"

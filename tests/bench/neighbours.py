@@ -3,21 +3,22 @@
     python tests/bench/neighbours.py [--workloads N] [--spans N]
         [--demonstration N [--unpaced] [--repeats N] [--first N]]
 
-Three tenants share an engine; one is noisy in one of six ways: many requests, bursts, long prompts, huge prompts, long
-answers, or a blocked event loop. Each workload runs with it, and its arrivals run again without it. The bill must be
-conserved, and the predicted fall of the queue time of the others, in the mean and at p99, within 15 % of the measured.
-Then a placebo: the requests get one of three names by chance. A request of the placebo must inflict on others at most
-what it does by other names by chance: no more than all of 180 such groups.
+Three tenants share an engine. One tenant is noisy in one of six ways: many requests, bursts, long prompts, huge
+prompts, long answers, or a blocked event loop. Each workload runs with the noisy tenant, and the workload's arrivals
+run again without that tenant. The bill must be conserved. The predicted fall of the other tenants' queue time must be
+within 15 % of the measured fall, in the mean and at p99. A placebo follows, in which the requests get one of three
+names by chance. The placebo's inflicted time is compared with that of other names by chance. It must be no more than
+that of all of 180 such groups.
 
-`--demonstration` does the same, placebos too, with N workloads on the service in `examples/chat` over HTTP. A device of
-a fixed speed is in the place of its model, so that other work on the machine changes little. A run in which other work
-on the machine stopped the steps is tried again. Each side runs `--repeats` times. The measured fall is that from a loud
-run, whose bill predicts it, to the median of the quiet runs. Medians of these are compared. Loud runs are never
-compared with each other: one list of arrivals has queues that differ by half from run to run.
+The option `--demonstration` does the same with N workloads and placebos on the service in `examples/chat` over HTTP. A
+device of a fixed speed replaces its model, so other work on the machine changes little. A run is tried again if other
+work on the machine stopped the steps. Each side runs `--repeats` times. The measured fall is from a loud run, whose
+bill predicts the fall, to the median of the quiet runs. The medians of the falls are compared. Loud runs are never
+compared with each other, because the queues of one list of arrivals differ by half from run to run.
 
-`--unpaced` has the model instead, one run of three times the requests at a time. The speed of its steps then depends on
-other work on the machine, by a factor of three where that fills the processors. So the runs take precedence, which
-needs root. Real-time priority would stop each step of a busy second for 50 ms.
+The option `--unpaced` runs the model instead, in one run of three times the requests at a time. The speed of its steps
+then depends on other work on the machine. The factor is three if other work fills the processors. The runs therefore
+take precedence, which needs root. Real-time priority would stop each step of a busy second for 50 ms.
 
 Targets: suffered equals inflicted in 30 of 30, predictions right in 27 of 30, placebos within noise in 27 of 30. A
 recording of a million spans within 2 s.

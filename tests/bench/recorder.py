@@ -1,13 +1,13 @@
 """The cost of a span on the thread that records it: `python tests/bench/recorder.py`.
 
 Every figure is the cost over the bare call, as a multiple of two reads of the clock in C. All shapes take turns in one
-process, round after round, outside of an event loop and inside, so that a change of the machine's speed hits them
-alike; the best round counts. A round is shorter than the time that the system lets a process run at once (4 ms and
-less), or every round of what takes longer would hold what another process ran meanwhile. Within a loop the recorder is
-told of tasks, as it is in a service.
+process, round after round, outside of an event loop and inside. A change of the machine's speed therefore affects all
+shapes alike. The best round counts. A round is shorter than the time slice of the system (4 ms and less). A longer
+round would always include the time of another process. Within a loop the recorder is notified of tasks, as it is in a
+service.
 
-The last rows say what a span of a layer costs where other work has used the processor's caches before it and inside
-it, as a model's own arithmetic does: its memory then comes from far away. Medians over many calls, with recording on
+The last rows have the cost of a span of a layer with cold caches. Other work, such as a model's arithmetic, has then
+used the processor's caches before the span and inside it. These figures are medians over many calls, with recording on
 and off in turns.
 
 On two shared x86-64 cores under Python 3.11, where two reads of the clock in C take 45 ns:
@@ -24,8 +24,8 @@ On two shared x86-64 cores under Python 3.11, where two reads of the clock in C 
     coroutine                                   2.0      2.0
     step of a generator                         1.1      1.1
 
-Where a model computes between two spans, a span waits for memory: 0.7 to 0.8 us for a layer after 1 to 2 MiB of other
-work, and every report states its cost with both ends.
+A span waits for memory if a model computes between two spans. A layer then takes 0.7 to 0.8 us after 1 to 2 MiB of
+other work. Every report states the cost of a span with both ends.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def loop_only() -> None:
 
 
 class Instance:
-    """Of a class with a probe that looks at the instance, as layers have it."""
+    """A class with a probe that checks the instance, as layers have it."""
 
     def call(self) -> None: ...
 
@@ -259,7 +259,7 @@ def measure() -> tuple[dict[str, float], dict[str, float]]:
 
 
 def measure_cold(swept_bytes: int) -> float:
-    """Nanoseconds that a span adds to a layer which sweeps so many bytes of memory, as what runs before it does."""
+    """Return the ns that a span adds to a layer that sweeps `swept_bytes` of memory after a sweep of the same size."""
     clock = time.perf_counter_ns
     memory, into = memoryview(bytearray(MEMORY_BYTES)), bytearray(swept_bytes)
     at, inside_ns = 0, 0

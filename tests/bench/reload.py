@@ -48,7 +48,7 @@ def worker(slot: int, told: mmap.mmap) -> NoReturn:
 
 
 def followed_ms(ways: str, workers: int) -> list[float]:
-    """For each change of the profile, the time until the last worker has followed."""
+    """Return for each change of the profile the time in ms until the last worker has applied the change."""
     file = Path("profile.yaml")
     file.write_text(profile(ways, 0))
     instrument.start(file)

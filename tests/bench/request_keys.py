@@ -1,14 +1,14 @@
 """The cost of keys and batches on the service's thread: `python tests/bench/request_keys.py [--instructions]`.
 
-Every figure is what a span with keys takes beyond the same span without: to read them of the call, to keep them with
-its row, and to write them where another process reads them. Of a batch it is told for each key, too. Both take turns in
-one process, in blocks shorter than the time that the system lets a process run at once, and the best block counts.
-`--instructions` counts in place of that, under valgrind, which no other load disturbs; it takes a minute for each row,
-so name some with `--only`.
+Every figure is the cost of a span with keys less the cost of the same span without keys. The cost is to read the keys
+of the call, to keep the keys with its row, and to write the keys for another process. The cost of a batch is also
+printed for each key. Both spans take turns in one process, in blocks shorter than the time slice of the system. The
+best block counts. The option `--instructions` counts instructions under valgrind instead, which no other load disturbs.
+It takes a minute for each row, so name some rows with `--only`.
 
-Each call is of another request of 64, whose ids are texts of 36 characters. The bounds are 0.3 us for a key, and 0.1 us
-for each key of a batch. On two shared x86-64 cores under Python 3.11, with a load of one to three, in ns; five to ten
-make each a quarter more:
+Each call is of another request of 64. The ids of the requests are texts of 36 characters. The bounds are 0.3 us for a
+key, and 0.1 us for each key of a batch. A load of five to ten adds a quarter to each figure. On two shared x86-64 cores
+under Python 3.11, with a load of one to three, in ns:
 
     a key, by a rule: an argument, or in an attribute or mapping, or of the result     100 to 145
     a key that is cut; a whole number                                                  110; 155
@@ -24,9 +24,10 @@ make each a quarter more:
         a key                                                      2700 to 10000
         a batch of 8                                               5000 to 12000, in all
 
-A batch has some 350 ns that it takes whatever its size, so of eight keys with more to read than these each takes more
-than 0.1 us. Where other work was in the caches all of it waits for memory, as does a span without keys: some eighty
-cache lines of code and data. Before there was a native reader a key took 900 to 2200 ns, and 17 to 25 us there.
+A batch of any size takes some 350 ns in addition. Each of eight keys with more to read therefore takes more than 0.1
+us. The whole cost is a wait for memory if other work was in the caches, as it is for a span without keys. The memory is
+some eighty cache lines of code and data. Without the native reader a key took 900 to 2200 ns, and 17 to 25 us with cold
+caches.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ IDS = [str(uuid.UUID(int=(number + 1) * 0x9E3779B97F4A7C15F39CC0605CEDC834 % (1 
 
 
 class Request:
-    """What a service knows a request by."""
+    """A request object with the id by which the service identifies the request."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id, self.tokens = request_id, len(request_id)
 
 
 class Engine:
-    """What has a batch."""
+    """An engine with a batch of requests."""
 
     def __init__(self, ids: Sequence[str]) -> None:
         self.ids, self.requests = list(ids), [Request(one) for one in ids]

@@ -1,29 +1,31 @@
 """The cost of the instrumentation in a service: `python tests/bench/service.py`, from the root of the repository.
 
-The demonstration's server (`examples/chat`) answers the same requests again and again, one after the other, in three
-states that take turns: bare, without a probe, recording, and with recording switched off. All three are of one process,
-for where the memory of two lies makes them differ by more than what is looked for. The speed of a machine wanders by
-some percent within seconds, so what is compared must lie close together: a round is one request, which is answered four
-times in a row, while the server records and while it does not, in the order ABBA or BAAB, and right before or after,
-drawn anew each time, twice without the probes. They come and go as the session goes over to another profile. The first
-requests after that do not count, for Python's interpreter learns its way anew. Threads of the session's own, which read
-gauges, run in all states, and the table tells what they take.
+The demonstration's server (`examples/chat`) answers the same requests again and again, one after the other. Three
+states take turns: bare (without a probe), recording, and with recording switched off. All states are of one process,
+because the memory of two processes makes a greater difference than the measured cost. The speed of a machine drifts by
+some percent within seconds, so compared requests must be close together in time. A round is one request, which is
+answered four times in a row, while the server records and while it does not. The order is ABBA or BAAB. The request is
+also answered twice without the probes, before or after the four answers, drawn anew each time. The session adds and
+removes the probes by a change of the profile. The first requests after a change do not count, because Python's
+interpreter specialises its code again. The threads of the session, which read gauges, run in all states. The table has
+the processor time of the session's threads.
 
-Run it with the scheduler's usual policy: the kernel takes a twentieth of each second from what runs in real time. How
-many requests the 99th percentile wants depends on the machine's own spread; `--tokens 2 --repeat 6` sends shorter ones.
+Run the benchmark with the scheduler's usual policy: the kernel takes a twentieth of each second from real-time
+processes. The number of requests that the 99th percentile needs depends on the machine's spread. Shorter requests are
+sent with `--tokens 2 --repeat 6`.
 
-A latency, as the client sees it, is told in units of the median of its round, so that requests of all lengths and at
-all speeds of the machine count alike; the 50th and the 99th percentile of these are compared between states, and so is
-the processor time of the server. The 95 % confidence intervals come from drawing the rounds of each server anew
-(bootstrap). Where there is more than one core, the server has the last one for itself and the client the others: what
-the server does on any of its threads then adds to its latency, and the client's work does not. An interval wider than
-the target decides nothing, and the table says so.
+The unit of a latency, as the client measures it, is the median of its round. Requests of all lengths and at all speeds
+of the machine therefore count alike. The table compares the 50th and the 99th percentile and the processor time of the
+server between the states. The 95 % confidence intervals come from drawing the rounds of each server anew (bootstrap).
+On more than one core, the server has the last core and the client the others. The work of every server thread then adds
+to its latency, and the client's work does not. An interval wider than the target decides nothing, and the table prints
+a note.
 
-On two shared cores, of requests that take 70 to 110 ms and have some 700 calls each, 1,320 in each state: recording
-takes 0.8 % longer in the median, with 95 % confidence 0.5 to 1.1 %; 0.3 % of that is the probes themselves, which stay
-when recording is switched off. The 99th percentile differs by 0.5 % (-3.9 to 7.2 %: the machine's own stalls), the
-processor time by 1.4 % (0.7 to 2.1 %), and the session's own threads take 0.15 % of a processor. Each turn's probes are
-new there, and so are their call paths.
+The results are from two shared cores, requests of 70 to 110 ms with some 700 calls each, and 1,320 requests in each
+state. Recording takes 0.8 % longer in the median, with 95 % confidence 0.5 to 1.1 %. The probes take 0.3 % of that,
+also when recording is switched off. The 99th percentile differs by 0.5 % (-3.9 to 7.2 %: the machine's own stalls). The
+processor time differs by 1.4 % (0.7 to 2.1 %). The session's own threads take 0.15 % of a processor. The probes and the
+call paths of each turn are new there.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ Figures = dict[str, float]
 
 
 def environment(seed: int) -> dict[str, str]:
-    """That of the caller, with a fixed hash seed and without a collector or another session."""
+    """Return the caller's environment with a fixed hash seed and without a collector or another session."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(("OTEL_", "INSTRUMENT"))}
     path = [str(ROOT / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**own, "PYTHONPATH": os.pathsep.join(path), "PYTHONHASHSEED": str(seed), "OMP_NUM_THREADS": "1"}
@@ -165,13 +167,13 @@ Taken = dict[str, list[tuple[float, float]]]
 
 @dataclass
 class Work:
-    """What each round sends: one of the first requests, with so many tokens (None: its own number)."""
+    """The request of each round: one of the first requests, with `tokens` tokens or with its own number for None."""
 
     tokens: int | None
     repeat: int
 
     def fields(self, number: int) -> dict[str, object]:
-        """Those of a request."""
+        """Return the fields of a request."""
         own = load.make_request(number % REQUESTS)
         return own if self.tokens is None else {**own, "max_tokens": self.tokens}
 
@@ -226,7 +228,7 @@ async def turn(
 async def rounds_of(
     server: subprocess.Popen[str], url: str, count: int, profiles: Profiles, work: Work, seed: int
 ) -> list[Taken]:
-    """So many rounds with a server."""
+    """Run `count` rounds with a server, and return the measurements of each round."""
     chance = random.Random(seed)
     rounds: list[Taken] = []
     async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S, trust_env=False) as client:
@@ -244,8 +246,11 @@ async def rounds_of(
 
 @dataclass
 class Server:
-    """What a server took: by state, of each round in a row its latencies and its processor times, in units of the
-    median latency of the round, and that in seconds; and what share of a processor the threads of ours took."""
+    """The measurements of a server.
+
+    The latencies and processor times are by state and round, in units of the median latency of the round. `usual_s` is
+    the median of the rounds' medians in seconds. `threads` is the share of a processor that the session's threads used.
+    """
 
     latencies: dict[str, Any]
     processor: dict[str, Any]
@@ -254,7 +259,7 @@ class Server:
 
     @classmethod
     def of_rounds(cls, rounds: list[Taken], threads: float) -> Server:
-        """What a request usually takes is its median in all states."""
+        """Return the server of some rounds. The usual latency of a request is its median in all states."""
         # By state: round, turn, and which of the two times.
         times = {state: numpy.array([taken[state] for taken in rounds]) for state in STATES}
         usual_s = numpy.median(numpy.concatenate([of[..., 0] for of in times.values()], axis=1), axis=1)
@@ -267,7 +272,7 @@ class Server:
         )
 
     def figures(self, drawn: Any) -> dict[str, Figures]:
-        """By state the percentiles of the latencies and the processor time, of these rounds."""
+        """Return for each state the percentiles of the latencies and the processor time of the drawn rounds."""
         found: dict[str, Figures] = {}
         for state in STATES:
             of = self.latencies[state][drawn].ravel()
@@ -279,7 +284,7 @@ class Server:
 
     @property
     def rounds(self) -> int:
-        """How many there were."""
+        """Return the number of rounds."""
         return len(self.latencies["bare"])
 
 
@@ -316,10 +321,12 @@ class Profiles(NamedTuple):
 
 
 def profiles_in(folder: str, profile: Path) -> Profiles:
-    """Of a profile, but for what a session writes when it is stopped, and with rings that soon wrap.
+    """Write a full and an empty profile, and return the paths.
 
-    The first time round a ring's memory is new, which costs the system a fault for each page; that of a service which
-    has run for a minute is not.
+    The profiles have no exports, which a session writes at its end, and small rings that wrap soon.
+
+    The memory of a ring is new in the first pass, and each new page is a fault for the system. The ring of a service
+    that has run for a minute has no new pages.
     """
     document = {**yaml.safe_load(profile.read_text()), "export": {}, "limits": {"ring": RING}}
     found = Profiles(Path(folder, "full.yaml"), Path(folder, "empty.yaml"))
@@ -341,7 +348,7 @@ def server_core() -> set[int]:
 
 
 def verdict(low: float, high: float) -> str:
-    """What the interval says about the target."""
+    """Return the verdict of the interval on the target."""
     if high <= TARGET:
         return "met"
     if low > TARGET:

@@ -1,14 +1,14 @@
-"""The memory and the counts after many calls: `python tests/bench/soak.py`, or `--calls 1e6` for a quick one.
+"""The memory and the counts after many calls: `python tests/bench/soak.py`, or `--calls 1e6` for a quick run.
 
 Calls of every kind (functions, exceptions, scopes, generators, coroutines, deep recursion) run in a few threads at a
-time, and short-lived threads come and go all the while. First a share of the work runs as a warm-up, until its rings
-have wrapped and every call path is known; from then on memory must stay within a bound. The rest runs in ten parts. The
-resident set is read after each, so that a plateau can be told from a leak, and every name's calls and errors in the
-tally are compared with what was called.
+time. Short-lived threads start and end all the time. The warm-up is a share of the work, until the rings have wrapped
+and every call path is known. Memory must stay within a bound from then on. The rest of the work runs in ten parts. The
+benchmark reads the resident set after each part, to distinguish a plateau from a leak. It compares the calls and errors
+of every name in the tally with the actual calls.
 
-Exits with 1 if memory grew by more than the bound, or a count is off by one.
+The exit code is 1 if memory grew by more than the bound, or if a count is off by one.
 
-10^8 calls leave the memory where it was after the first million.
+10^8 calls do not change the memory after the first million.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STEPS = 100
 
 
 class Work:
-    """What is called, and how often it was called."""
+    """The calls of the benchmark, and the expected number of each."""
 
     def __init__(self) -> None:
         self.recorder = Recorder(RING_BYTES)
@@ -132,7 +132,7 @@ class Work:
                 thread.join()
 
     def run(self, calls: int, threads: int) -> None:
-        """That many calls in all: most of them plain, and short-lived threads beside them."""
+        """Make `calls` calls in all: most of them plain, and some in short-lived threads."""
         each = max(calls // threads // 100, 1)
         parts: list[tuple[Callable[[int], None], int]] = [
             (self.exceptions, calls // 50),
@@ -201,7 +201,7 @@ def _share(whole: int, part: int) -> int:
 
 
 def main() -> int:
-    """Command line: 0 if all held, else 1."""
+    """Run the command line, and return 0 if memory and counts are as expected, else 1."""
     parser = argparse.ArgumentParser(description="whether memory stays bounded and counts exact")
     parser.add_argument("--calls", type=float, default=1e8, help="how many in all, at least 1e5 (default: 1e8)")
     parser.add_argument("--threads", type=int, default=THREADS, help=f"short-lived threads (default: {THREADS})")

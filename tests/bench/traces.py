@@ -1,12 +1,12 @@
 """The cost of saved traces, with a million spans on threads and as many in tasks: `python tests/bench/traces.py [N]`.
 
-Writing and reading are timed in processes of their own, whose peak memory is that of the interpreter, the trace and the
-work. The first write of a file also pays the system for memory that was never touched, so the best of three counts.
-Times are on the clock, those of the processor beside them: of a machine that does other work these say more.
+Writing and reading run in processes of their own. The peak memory of each is that of the interpreter, the trace and the
+work. The first write of a file also pays the system for new memory, so the best of three writes counts. Times are
+wall-clock times, with the processor times next to them. Processor times are more exact on a machine with other work.
 
-On two shared cores a million spans took 1.4 s and 21 MB to save packed as Chrome JSON, 2.8 s and 26 MB if they ran in
-tasks, and 4.5 s and 13 s of the processor to read back; as a recording 0.3 s and 8 MB, 0.4 s and 9 MB in tasks, and
-0.25 s to read. Where `isal` is not installed, zlib packs instead, more slowly and a little smaller.
+On two shared cores a million spans took 1.4 s and 21 MB to save packed as Chrome JSON. They took 2.8 s and 26 MB if
+they ran in tasks, and 4.5 s and 13 s of the processor to read back. As a recording they took 0.3 s and 8 MB, 0.4 s and
+9 MB in tasks, and 0.25 s to read. If `isal` is not installed, zlib packs instead, more slowly and a little smaller.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def write(count: int, in_tasks: bool, path: str) -> dict[str, float]:
 
 
 def write_recording(path: str, trace: Any, tally: Any) -> dict[str, float]:
-    """What a recording costs: the columns of span objects, and to write and read these."""
+    """Return the costs of a recording: to make columns from span objects, and to write and read the columns."""
     from instrument.trace import file
     from instrument.trace.trace import columns_of_spans
 

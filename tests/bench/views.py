@@ -2,29 +2,30 @@
 
     python tests/bench/views.py [--spans N] [--view V] [--repeat N] [--trace FILE]
 
-Requests of twenty spans on eight threads that overlap: queue, phases, copies, layers on two devices with four streams
-each, communication, steps and loaders; half of the spans have device time, which makes it heavier than most. Each view
-is what `instrument report FILE --view V` takes in a process of its own: seconds on the clock and of processor, start of
-Python and load of the file included, and its memory at most; the least of some runs. Python keeps what it has compiled,
-as where a package is installed. The first line is the load alone, `AllOpDetail` is `operators` with each of them in
-order. The target is 1.5 s of processor and 400 MB from a recording; from Chrome JSON, of which `brief` alone is asked
-where no view is named, 5 s on the clock and 600 MB.
+The trace has requests of twenty spans on eight threads that overlap. It has queue, phases, copies, layers on two
+devices with four streams each, communication, steps and loaders. Half of the spans have device time, so the trace is
+heavier than most. Each view is `instrument report FILE --view V` in a process of its own. The figures are seconds on
+the clock and of the processor, and the peak memory. The start of Python and the load of the file are included. The
+least of some runs counts. Python keeps its compiled files, as with an installed package. The first line is the load
+alone. The view `AllOpDetail` is `operators` with each operator in order. The target is 1.5 s of processor and 400 MB
+from a recording. The target from Chrome JSON is 5 s on the clock and 600 MB. From Chrome JSON `brief` alone is measured
+if no view is named.
 
-Files of their own have what may stand beside the spans, as Chrome JSON: as many allocations, the FLOPs of a twentieth
-as many operators, a fifth as many kernels; or all spans have three attributes more. The last is what torch.profiler
-writes: as many operators, launches and kernels.
+Other files have data in addition to the spans, as Chrome JSON. The data is as many allocations, the FLOPs of a
+twentieth as many operators, or a fifth as many kernels. In one file all spans have three attributes more. The last file
+is of the form that torch.profiler writes: as many operators, launches and kernels.
 
-Then `Session.summary` of a process that has recorded, with all threads together and the fifty largest rows: the least
-processor time of some. The target is 60 ms up to the bound of call paths, whatever the uptime: as a tree of a few names
-four levels deep, and as paths that are each a site of its own (`flat`). `first` is the first of all, of `events`, which
-learns the paths, each once; numpy is there by then. `apart` is `events` with a block for each thread; what that takes
-is mostly its lines and the fifty rows shown, and there is no target.
+The benchmark then measures `Session.summary` of a process that has recorded, with all threads together and the fifty
+largest rows. The figure is the least processor time of some runs. The target is 60 ms up to the bound of call paths,
+for any uptime. The shapes are a tree of a few names four levels deep, and paths that are each a site of its own
+(`flat`). `first` is the first summary of `events`, which learns each path once; numpy is imported before. `apart` is
+`events` with a block for each thread. Most of its cost is its lines and the fifty shown rows, and there is no target.
 
-On two shared cores under Python 3.11 a view of a recording took 0.5 to 1.5 s of processor and up to 395 MB (both
-`brief`), of which 0.4 s and 220 MB are to start and to read it. Of Chrome JSON `brief` took 3.8 s of processor and
-480 MB, of which 2.6 s are to read it. A live summary of those views took 1 to 5 ms of processor time for 1,500 call
-paths; at the bound 3 to 21 ms, and 9 to 27 ms if each call path ran on eight threads; a half more while others
-use the machine.
+On two shared cores under Python 3.11 a view of a recording took 0.5 to 1.5 s of processor. It took up to 395 MB. The
+most of both is for `brief`. Of that 0.4 s and 220 MB are to start and to read it. From Chrome JSON `brief` took 3.8 s
+of processor and 480 MB, of which 2.6 s are to read it. A live summary of the views took 1 to 5 ms of processor time for
+1,500 call paths. At the bound it took 3 to 21 ms, and 9 to 27 ms if each call path ran on eight threads. The time is a
+half more while others use the machine.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ LEVELS = 4
 
 
 def trace_of(count: int) -> Trace:
-    """A trace of so many spans, the same at each run."""
+    """Return a trace of `count` spans, the same at each run."""
     chance = random.Random(7)
     spans: list[Span] = []
     while len(spans) < count:
@@ -117,7 +118,7 @@ def trace_of(count: int) -> Trace:
 
 
 def allocations_of(trace: Trace, count: int) -> list[Allocation]:
-    """So many, on all threads, of the host and a device: nearly half of them frees of what came shortly before."""
+    """Return `count` allocations on all threads, of the host and a device, of which nearly half are frees."""
     chance = random.Random(7)
     found: list[Allocation] = []
     live: list[tuple[int, int, int]] = []
@@ -136,13 +137,19 @@ def allocations_of(trace: Trace, count: int) -> list[Allocation]:
 
 
 def count_flops(trace: Trace, count: int) -> list[Flops]:
-    """Of so many operators that torch.profiler saw, each a little after a span began on its thread."""
+    """Return the FLOPs of about `count` operators of torch.profiler.
+
+    Each operator starts shortly after a span on its thread.
+    """
     step = max(len(trace.spans) // count, 1)
     return [Flops(span.thread_id, span.start_ns + 10, 1_000) for span in trace.spans[::step]]
 
 
 def kernels_of(trace: Trace, count: int) -> list[Kernel]:
-    """So many, of forty names on two devices, every tenth a copy: each asked for by a span right after its begin."""
+    """Return about `count` kernels of forty names on two devices, with every tenth a copy.
+
+    A span launches each kernel right after its start.
+    """
     step = max(len(trace.spans) // count, 1)
     found = []
     for number, span in enumerate(trace.spans[::step]):
@@ -155,7 +162,7 @@ def kernels_of(trace: Trace, count: int) -> list[Kernel]:
 
 
 def write(path: str, count: int, beside: str, pid: int) -> None:
-    """A trace of so many spans of a process, and of what is beside them."""
+    """Write a trace of `count` spans of a process, with the additional data that `beside` names."""
     if beside == "torch":
         write_of_torch(path, count)
         return
@@ -254,7 +261,7 @@ def by_view(views: list[str], path: str, repeat: int) -> None:
 
 
 def live(paths: int, threads: int, shape: str) -> None:
-    """Record on so many call paths and threads, and print the least time of a summary by each view, in ms."""
+    """Record on `paths` call paths and `threads` threads, and print the least time of a summary by each view, in ms."""
     session = instrument.start()
     if session is None:
         raise SystemExit("INSTRUMENT=off")

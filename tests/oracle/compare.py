@@ -1,12 +1,13 @@
-"""What every view says of every trace, under every option, compared with what it said before.
+"""The text of every view of every trace, under every option, compared with the recorded answers.
 
     python tests/oracle/compare.py [--trace NAME] [--view V] [--through recording] [--spans N] [--update]
 
-The answers are in `answers.json` as digests: of each trace and view that of the answer without options, and those that
-options change. `answers.xz` has the texts of most answers with all options or none, to show what changed. Exits with 1
-and the first difference of each view where there is any. `--update` keeps what is said now, for a change on purpose:
-its commit says why. `--spans 1000000` compares the ways of reading the trace of `tests/bench/views.py` of that size
-with one another, in place of digests.
+The answers are in `answers.json` as digests. Each trace and view has the digest of the answer without options, and the
+digests of options that change the answer. `answers.xz` has the texts of most answers with all options or none, to show
+a change. The program exits with 1 and prints the first difference of each view if there is a difference. The option
+`--update` records the current answers, for a change on purpose: the commit gives the reason. With `--spans 1000000` the
+program uses the trace of `tests/bench/views.py` of that size. It compares the ways of reading that trace with one
+another, in place of digests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The traces of which the oracle holds the answers: drawn by generators from a seed, or small files beside this one.
+"""The traces of the oracle's answers: drawn by generators from a seed, or small files in the same folder.
 
-Files are traces of real programs, and damaged ones that can be read all the same. What is drawn does not depend on the
-machine, the clock or an order of threads, so the same seed is the same trace for ever.
+The files are traces of real programs, and damaged traces that can still be read. A drawn trace does not depend on the
+machine, the clock or an order of threads. The same seed is therefore always the same trace.
 """
 
 from __future__ import annotations

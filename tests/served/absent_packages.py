@@ -1,7 +1,7 @@
-"""Stands in for packages of SGLang that are built for devices only, so that what imports them runs on a processor.
+"""Placeholders for packages of SGLang that are built for devices only, so that their importers run on a processor.
 
-`.ci/servers` puts it into SGLang's environment, where each interpreter imports it. What is called of them gives nothing
-that could be computed with: a server that needs one of their kernels fails.
+The script `.ci/servers` copies the module into SGLang's environment, where each interpreter imports it. Calls of the
+placeholders return nothing useful: a server that needs one of their kernels fails.
 """
 
 from __future__ import annotations
