@@ -283,7 +283,7 @@ MOST_CONTEXT = 4_000
 dropped."""
 
 MOST_AT_ONCE = 12_500
-"""The maximum number of rows that a round decides on, to bound its memory. The oldest come first."""
+"""The maximum number of new rows in a round of decisions, to bound its memory. The oldest come first."""
 
 
 class Settling:
