@@ -119,6 +119,23 @@ def test_random_events_are_read_alike_in_blocks_of_any_size(
         assert ours == again
 
 
+@pytest.mark.parametrize(
+    ("args", "attributes"),
+    [
+        ('{"stream": 0, "stream": []}', {}),
+        ('{"stream": [], "stream": 0}', {"stream": 0}),
+        ('{"a": 1, "stream": [], "stream": 0}', {"a": 1, "stream": 0}),
+        ('{"a": "stream", "stream": [1]}', {"a": "stream"}),
+        ('{"stream": 0, "stream": null}', {}),
+        ('{"stream": 0, "stream": 1}', {"stream": 1}),
+    ],
+)
+def test_the_last_value_of_a_repeated_argument_counts(tmp_path: Path, args: str, attributes: dict[str, Any]) -> None:
+    path = tmp_path / "repeated.json"
+    path.write_text(f'{{"traceEvents": [{{"ph": "X", "ts": 1, "dur": 0, "args": {args}}}]}}')
+    assert chrome.load(path)[0].spans[0].attributes == attributes
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30), st.integers(1, 2)), max_size=40))
 def test_a_slice_is_in_the_newest_slice_around_it(tmp_path: Path, slices: list[tuple[int, int, int]]) -> None:
     """The rule also holds for slices that cross each other, and in a copy of the file that we write."""

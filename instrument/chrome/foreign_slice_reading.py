@@ -395,9 +395,7 @@ class ForeignSlices:
         )
         self._kind.frombytes(kinds.tobytes())
         texts = block.joined_arguments.split(b"\0")
-        all_flat = (
-            block.joined_arguments if b"\\" in block.joined_arguments else _LISTS.sub(b"", block.joined_arguments)
-        )
+        all_flat = _remove_lists(block.joined_arguments)
         flat = all_flat.split(b"\0")
         lengths = np.fromiter(map(len, flat), np.int64, len(flat))
         are_flat = (np.frombuffer(self._are_plain, bool)[kinds]) & ~np.frombuffer(self.lanes.are_paddles, bool)[lanes]
@@ -597,8 +595,18 @@ class ForeignSlices:
 
 
 _VALUES = frozenset((str, int, float, bool))
-_LISTS = re.compile(rb',\s*"[^]["\\{},:]*"\s*:\s*\[[^]["\\{}]*(?:(?:"[^"\\]*"|\[[^]["\\{}]*\])[^]["\\{}]*)*\]')
+_LISTS = re.compile(rb',\s*("[^]["\\{},:]*")\s*:\s*\[[^]["\\{}]*(?:(?:"[^"\\]*"|\[[^]["\\{}]*\])[^]["\\{}]*)*\]')
 """A pattern of a key with a list as its value, in JSON without escapes."""
+
+
+def _remove_lists(texts: bytes) -> bytes:
+    """Remove the lists from arguments. Return the arguments unchanged if they have escapes, or if a removed key also
+    occurs outside the lists, because the last value of a repeated key counts."""
+    if b"\\" in texts:
+        return texts
+    parts = _LISTS.split(texts)
+    flat = b"".join(parts[::2])
+    return texts if any(key in flat for key in set(parts[1::2])) else flat
 
 
 def are_plain_attributes(args: bytes) -> bool:
