@@ -279,7 +279,7 @@ else:  # a run that has only its gauges read needs no numpy
     export_facts, export_loop = LazyModule("instrument.otlp.export_facts"), LazyModule("instrument.otlp.export_loop")
     exporter, file_exports = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.file_exports")
 
-READ_INTERVAL_S = 0.2
+READ_INTERVAL_S = 0.25
 """Seconds between two reads of all recordings. If a ring overwrites rows in less time, those rows are lost."""
 
 BUSY_READ_INTERVAL_S = 0.02

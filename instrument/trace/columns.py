@@ -243,18 +243,22 @@ class Columns:
     attributes: Attributes = field(repr=False)
     remote: Mapping[int, RemoteParent]
     own_id: Int64s = field(default_factory=lambda: np.zeros(0, dtype=np.int64), repr=False)
-    parent: Int32s = field(init=False)
-    level: Int32s = field(init=False)
-    """The number of ancestors per row."""
 
     def __post_init__(self) -> None:
         if not len(self.own_id):
             object.__setattr__(self, "own_id", self.span_id)
         _check_columns(self)
+
+    @cached_property
+    def parent(self) -> Int32s:
         parent = find_rows(self.span_id, self.parent_id)
         parent[self.parent_id == 0] = NONE
-        object.__setattr__(self, "parent", parent)
-        object.__setattr__(self, "level", count_ancestors(parent))
+        return parent
+
+    @cached_property
+    def level(self) -> Int32s:
+        """The number of ancestors per row."""
+        return count_ancestors(self.parent)
 
     def __len__(self) -> int:
         return len(self.span_id)
@@ -291,7 +295,7 @@ class Columns:
         return self.take_rows(np.flatnonzero(is_wanted))
 
     def take_rows(self, rows: Int64s, **changes: Any) -> Columns:
-        """Return the given rows in this order. `changes` replaces columns."""
+        """Return the given rows in this order. `changes` replaces columns. The columns are not checked again."""
         device, remote = self.device, self.remote
         if len(device):
             device = replace(device, row=index_rows(rows, len(self))[device.row].astype(np.int32)).sort_by_row()
@@ -299,7 +303,9 @@ class Columns:
             remote = {place: remote[row] for place, row in enumerate(rows.tolist()) if row in remote}
         columns = {name: getattr(self, name)[rows] for name in _BY_ROW if name not in changes}
         more: dict[str, Any] = {"device": device, "attributes": self.attributes.take_rows(rows), "remote": remote}
-        return Columns(sites=self.sites, errors=self.errors, **(more | columns | changes))
+        selected = object.__new__(Columns)
+        vars(selected).update({"sites": self.sites, "errors": self.errors, **more, **columns, **changes})
+        return selected
 
     def with_remote(self, remote: Mapping[int, RemoteParent]) -> Columns:
         """Return the trace with other remote parents, without another check of its columns."""
@@ -372,6 +378,7 @@ def _check_columns(trace: Columns) -> None:
     is_ordered = (trace.span_id[1:] > trace.span_id[:-1]).all()
     if not is_ordered and (find_rows(trace.span_id, trace.span_id) != np.arange(count)).any():
         raise ValueError("two spans in it have one id; it is damaged")
+    trace.level  # noqa: B018 - it raises an error for cyclic parents
 
 
 def are_in_range(column: NDArray[Any], first: int, end: int) -> bool:
