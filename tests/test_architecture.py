@@ -358,7 +358,7 @@ LINES_AND_FILES = {
     "report": (13_002, 37),
     "runtime": (2_648, 13),
     "sessions": (6_022, 19),
-    "trace": (9_575, 28),
+    "trace": (9_582, 28),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
