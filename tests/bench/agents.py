@@ -23,7 +23,8 @@ either way. Take ten blocks on a machine that is idle. `tests/bench/service.py` 
 
 The option `--memory SECONDS` prints the memory of the agent and of its exporter instead. The service first records
 nothing, and then `--rate` spans a second. A page that several processes share counts to each process in part. The
-output also has the number of spans at the collector, and the time from the end of a request to its arrival there.
+output has the median and the largest of many readings, the number of spans at the collector, and the time from the end
+of a request to its arrival there.
 """
 
 from __future__ import annotations
@@ -272,7 +273,7 @@ def servers_of(options: argparse.Namespace, collector: int, core: set[int]) -> I
         yield servers
 
 
-MEMORY_CALLS, IDLE_S = 499, 3
+MEMORY_CALLS, IDLE_S, READING_S = 499, 3, 0.1
 DELAYS = {"median": 0.5, "p99": 0.99, "longest": 1.0}
 MEMORY = ("Rss", "Anonymous", "Pss", "Pss_Anon", "Pss_File", "Pss_Shmem")
 
@@ -295,15 +296,21 @@ def agent_of(server: Server) -> int:
     return int(answer["end"]["agent"])
 
 
-def tell_memory(when: str, agent: int) -> None:
-    """Print what an agent and its exporter take now."""
-    (exporter,) = children_of(agent)
-    both = [memory_of(agent), memory_of(exporter)]
+def read_memory(agent: int) -> list[dict[str, float]]:
+    """Return the memory of an agent and of its exporter now."""
+    return [memory_of(pid) for pid in (agent, *children_of(agent))]
+
+
+def sum_shared(both: list[dict[str, float]]) -> float:
+    return sum(one["Pss"] for one in both)
+
+
+def tell_memory(when: str, both: list[dict[str, float]]) -> None:
     for name, its in zip(("agent", "exporter"), both, strict=True):
         print(f"{when:8} {name:9}" + "".join(f"{kind:>10} {size:5.1f}" for kind, size in its.items()))
-    own, alone = (sum(one[kind] for one in both) for kind in ("Pss", "Pss_Anon"))
+    alone = sum(one["Pss_Anon"] for one in both)
     alone += max(one["Rss"] - one["Anonymous"] for one in both)  # the agent's programs are among its exporter's
-    print(f"{when:8} together {own:.1f} MB, {alone:.1f} where no other process has their programs")
+    print(f"{when:8} together {sum_shared(both):.1f} MB, {alone:.1f} where no other process has their programs")
 
 
 def measure_memory(options: argparse.Namespace, collector: Collector) -> None:
@@ -316,16 +323,20 @@ def measure_memory(options: argparse.Namespace, collector: Collector) -> None:
             server.ask(1)
             time.sleep(IDLE_S)
             agent = agent_of(server)
-            tell_memory("idle", agent)
+            tell_memory("idle", read_memory(agent))
             (exporter,) = children_of(agent)
-            begin, asked, before_s = time.monotonic(), 0, processor_s(exporter)
+            begin, asked, before_s, readings = time.monotonic(), 0, processor_s(exporter), []
             while (passed_s := time.monotonic() - begin) < options.memory:
+                if len(readings) < passed_s / READING_S:
+                    readings.append(read_memory(agent))
                 if asked * (MEMORY_CALLS + 1) < passed_s * options.rate:
                     server.ask(1)
                     asked += 1
                 else:
                     time.sleep(0.001)
-            tell_memory("loaded", agent)
+            readings.sort(key=sum_shared)
+            tell_memory("median", readings[len(readings) // 2])
+            tell_memory("most", readings[-1])
             spans, took_s = asked * (MEMORY_CALLS + 1), processor_s(exporter) - before_s
             each_us = 1e6 * took_s / spans
             print(f"{spans / passed_s:,.0f} spans a second, {each_us:.2f} us of the exporter's processor each")
