@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from instrument.cli.notebook import LoadedTrace, compare, load
     from instrument.errors import ExportError, InstrumentError, ProfileError, StateError, TargetError, TraceError
-    from instrument.instrumentors.functions import profiled
     from instrument.instrumentors.loaders import loader
+    from instrument.instrumentors.profiled_functions import profiled
     from instrument.instrumentors.requests.propagation import inject
     from instrument.recorder.api import (
         annotate,
@@ -95,7 +95,7 @@ __all__ = [
 _NAMES_OF = {
     "cli.notebook": "LoadedTrace compare load",
     "errors": "ExportError InstrumentError ProfileError StateError TargetError TraceError",
-    "instrumentors.functions": "profiled",
+    "instrumentors.profiled_functions": "profiled",
     "instrumentors.loaders": "loader",
     "instrumentors.requests.propagation": "inject",
     "recorder.api": (

@@ -28,7 +28,7 @@ from instrument.instrumentors import loaders, probe_cost, tasks_and_threads
 from instrument.instrumentors.selection import Selection
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER, RING_BYTES, Recorder
-from instrument.recording.metrics import GAUGES
+from instrument.recording.metric_definitions import GAUGES
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.imports import Finder
 

@@ -14,7 +14,7 @@ from instrument.profile.model import Capture
 from instrument.recording.export_checkpoint import Progress
 from instrument.recording.mapped import Mapped
 from instrument.recording.spans import Span
-from instrument.trace.sent_rows import Settled, Settling
+from instrument.trace.settling import Settled, Settling
 from instrument.trace.trace import make_spans
 
 

@@ -11,8 +11,8 @@ import numpy as np
 from google.protobuf.json_format import ParseDict
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from instrument.otlp.delivery import Exporter
 from instrument.otlp.export_facts import Ids
-from instrument.otlp.exporter import Exporter
 from instrument.otlp.span_queue import Source
 from instrument.recording.spans import Origin, Site, Span
 from instrument.recording.trace_context import LinkedSpan, make_link_attributes

@@ -75,10 +75,10 @@ def serve_patiently(connection):
     from instrument.agent.exporter_child import ExporterChild
 
     def begin_patiently(*arguments, begin=ExporterChild._begin_export):
-        from instrument.otlp import exporter, recording_export
+        from instrument.otlp import delivery, recording_export
 
         recording_export.LAST_METRICS_S = 60
-        exporter.PATIENCE_NS = 60 * 10**9
+        delivery.PATIENCE_NS = 60 * 10**9
         return begin(*arguments)
 
     ExporterChild._begin_export = begin_patiently

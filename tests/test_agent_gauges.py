@@ -22,7 +22,7 @@ from instrument.agent.exporter_child import HANG_S, GaugeThread
 from instrument.agent.exporter_process import ELSEWHERE, EXPORTER_NAME
 from instrument.device.gauge_thread import GaugeSources
 from instrument.recorder.recorder import RECORDER
-from instrument.recording.metrics import GAUGES as EVERY_GAUGE
+from instrument.recording.metric_definitions import GAUGES as EVERY_GAUGE
 from instrument.recording.spans import HOST
 from instrument.runtime import agent_socket
 from instrument.trace import file

@@ -23,7 +23,7 @@ from instrument.recording.memory_layout import FRAME, ROW
 from instrument.recording.spans import Site
 from instrument.recording.trace_context import RemoteParent, encode_parent, is_sampled, make_tracestate
 from instrument.trace import unsettled
-from instrument.trace.sent_rows import DECISION_WAIT_NS
+from instrument.trace.settling import DECISION_WAIT_NS
 from instrument.trace.tail_sampler import LEAST_CALLS
 from instrument.trace.unsettled import LEAST_PACKED
 

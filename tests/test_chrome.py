@@ -28,7 +28,7 @@ from tallies import by_keys
 from instrument import chrome
 from instrument.errors import TraceError
 from instrument.profile.model import KINDS
-from instrument.recording.metrics import GAUGES
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import BATCH_KEYS, HOST, Cost, DeviceInterval, Gpu, Kernel, Origin, Sample, Site, Span
 from instrument.recording.trace_context import RemoteParent
 from instrument.trace import file, metadata

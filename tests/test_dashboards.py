@@ -24,8 +24,8 @@ import pytest
 from test_gauges import FULL, library
 
 from instrument.otlp.exposition import make_metric_name
-from instrument.recording.metrics import COUNTER, DEFINITIONS, GAUGES
-from instrument.recording.metrics import HISTOGRAM as OF_DURATIONS
+from instrument.recording.metric_definitions import COUNTER, DEFINITIONS, GAUGES
+from instrument.recording.metric_definitions import HISTOGRAM as OF_DURATIONS
 
 __all__ = ["library"]
 

@@ -37,7 +37,7 @@ from instrument.trace.dataset_sources import DatasetRows, SettledRows
 from instrument.trace.dataset_tables import DatasetProcess, read_definition
 from instrument.trace.decisions import RememberedTraces
 from instrument.trace.merge import merge_recordings
-from instrument.trace.sent_rows import Settling
+from instrument.trace.settling import Settling
 
 pyarrow = pytest.importorskip("pyarrow")
 

@@ -29,7 +29,7 @@ from instrument.cli.help_verb import FOLDER, find_topic_summary, find_topics
 from instrument.profile.keys import KEYS, loads
 from instrument.profile.model import VIEWS
 from instrument.profile.values import VARIABLES
-from instrument.recording.metrics import DEFINITIONS, GAUGES
+from instrument.recording.metric_definitions import DEFINITIONS, GAUGES
 
 PROJECT = Path(__file__).parent.parent
 README = PROJECT / "README.md"

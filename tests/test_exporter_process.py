@@ -23,9 +23,9 @@ from instrument.agent.exporter_process import Exports
 from instrument.agent.loop import Connection, EventLoop
 from instrument.agent.processes import Process, Run
 from instrument.errors import TraceError
+from instrument.otlp.delivery import Exporter
 from instrument.otlp.export_facts import ExportFacts, Ids, MeteredFacts, decode_collector_settings, encode_facts
 from instrument.otlp.export_loop import ExportLoop
-from instrument.otlp.exporter import Exporter
 from instrument.otlp.recording_export import RecordingExport
 from instrument.profile.model import Capture
 from instrument.recording import export_checkpoint

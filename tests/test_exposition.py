@@ -23,7 +23,7 @@ from instrument.profile.model import RequestsRule
 from instrument.recorder.recorder import RECORDER
 from instrument.recorder.request_meter import Meter
 from instrument.recording.distributions import Distribution, Metric, Snapshot
-from instrument.recording.metrics import HISTOGRAM, HTTP_DURATION
+from instrument.recording.metric_definitions import HISTOGRAM, HTTP_DURATION
 from instrument.recording.spans import HOST, Sample
 
 pytest.importorskip("prometheus_client")

@@ -18,9 +18,9 @@ from readback import spans_in
 from trees import outline, tree
 
 from instrument import TargetError, profiled, scope, scope_end, scope_start
-from instrument.instrumentors.functions import Probe, count_other_references
+from instrument.instrumentors.function_patterns import Target, Unreachable, find_functions, make_site, matches_pattern
+from instrument.instrumentors.profiled_functions import Probe, count_other_references
 from instrument.instrumentors.references import loaded_modules, rebind_objects
-from instrument.instrumentors.targets import Target, Unreachable, find_functions, make_site, matches_pattern
 from instrument.recorder.recorder import Recorder
 
 

@@ -34,7 +34,7 @@ from instrument.profile.model import AUTO_NS, Device
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.mapped import Mapped
 from instrument.recording.memory import GaugePlace, add_samples
-from instrument.recording.metrics import GAUGES
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import HOST, Gpu, Sample
 from instrument.report.device_view import device
 from instrument.report.view import Options, Recording

@@ -23,7 +23,7 @@ from instrument.instrumentors.requests import queue_jobs
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import RECORDER
 from instrument.recorder.request_meter import Meter
-from instrument.recording.metrics import QUEUE_TIME
+from instrument.recording.metric_definitions import QUEUE_TIME
 from instrument.recording.spans import TIME_IN_QUEUE, Span
 from instrument.sessions.session import Session
 from instrument.trace import file

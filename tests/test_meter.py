@@ -28,7 +28,7 @@ from test_requests import FLASK, STARLETTE, ask_all, gunicorn, uvicorn
 import instrument
 from instrument.instrumentors.requests import asgi_wsgi_apps
 from instrument.instrumentors.requests.exchange import CURRENT, Exchanges
-from instrument.otlp import exporter
+from instrument.otlp import delivery
 from instrument.otlp.packing import make_exponential
 from instrument.profile.keys import loads
 from instrument.profile.model import Profile, RequestsRule
@@ -57,7 +57,7 @@ def url(server: Collector) -> str:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for a collector's answer to metrics as long as to spans. Metrics are sent again after a late answer."""
-    monkeypatch.setattr(exporter, "PATIENCE_NS", 60 * 10**9)
+    monkeypatch.setattr(delivery, "PATIENCE_NS", 60 * 10**9)
 
 
 class Served:
@@ -366,7 +366,7 @@ def test_without_a_collector_what_was_not_reported_is_counted_and_the_end_is_not
 
 @pytest.mark.slow
 def test_a_collector_that_never_answers_leaves_the_newest_totals_alone_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "PATIENCE_NS", 10**8)
+    monkeypatch.setattr(delivery, "PATIENCE_NS", 10**8)
     with collecting(take, metrics=swallow) as server:
         session = instrument.start(profile(url(server)))
         assert session is not None

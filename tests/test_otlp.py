@@ -53,8 +53,8 @@ from otlp_spans import LAYER, ORIGIN, SECOND, SITE, THREADS, expected_attributes
 
 from instrument.errors import ExportError
 from instrument.otlp import packed_spans, senders
+from instrument.otlp.delivery import Delivery, Exporter
 from instrument.otlp.export_facts import Ids
-from instrument.otlp.exporter import Delivery, Exporter
 from instrument.otlp.packing import REQUEST_BYTES, Body, make_span_attributes
 from instrument.otlp.senders import Response
 from instrument.otlp.service_sdk import read_current_span
@@ -260,7 +260,7 @@ def test_never_two_server_spans_for_one_request(collector: Receiver) -> None:
 def test_a_service_thread_imports_nothing_of_opentelemetry() -> None:
     script = """
         import sys
-        from instrument.otlp import exporter as sending, service_sdk
+        from instrument.otlp import delivery as sending, service_sdk
         from instrument.profile.model import Otlp
         from instrument.otlp.packing import Body, make_span_attributes
         from instrument.recording.spans import Origin
@@ -433,7 +433,7 @@ def test_a_collector_that_rejects_two_spans_is_believed_where_it_can_be(offered:
 
 
 def test_after_a_refused_size_later_requests_are_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.otlp.exporter.LEAST_REQUEST_BYTES", 100)
+    monkeypatch.setattr("instrument.otlp.delivery.LEAST_REQUEST_BYTES", 100)
     with collecting(at_most(100)) as server, exporting(server.settings) as exporter:
         offer(exporter, tree(150))
         assert exporter.flush(60 * SECOND).complete
@@ -785,7 +785,7 @@ def test_few_spans_are_sent_without_being_asked() -> None:
 
 
 def test_many_spans_are_sent_at_once_without_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("instrument.otlp.exporter._BATCH_DELAY_S", 3600)
+    monkeypatch.setattr("instrument.otlp.delivery._BATCH_DELAY_S", 3600)
     with collecting(take) as server, exporting(server.settings) as exporter:
         offer(exporter, tree(2_000))
         wait_until(lambda: server.taken == ["op"] * 2_000)
@@ -851,7 +851,7 @@ def test_spans_after_a_step_of_the_wall_clock_have_the_new_time_and_earlier_ones
 def test_a_request_that_waits_long_for_an_answer_is_in_the_log_before_its_time_is_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("instrument.otlp.exporter.SILENCE_NS", 0)
+    monkeypatch.setattr("instrument.otlp.delivery.SILENCE_NS", 0)
     with collecting(swallow) as server, exporting(server.settings) as exporter:
         offer(exporter, tree(1))
         exporter.send_soon()
@@ -1024,7 +1024,7 @@ def test_files_that_are_empty_for_a_moment_do_not_end_the_process_that_exports_b
 FORK = """
     import json, os, sys, time
     import numpy as np
-    from instrument.otlp import exporter as sending
+    from instrument.otlp import delivery as sending
     from instrument.profile.model import Otlp
     from instrument.recording.spans import Origin, Site, Span
     from instrument.trace.trace import columns_of_spans

@@ -19,17 +19,17 @@ from otlp_receiver import Receiver, free_port, receiver
 from otlp_spans import ORIGIN, SECOND, offer, span
 
 import instrument
-from instrument.otlp import exporter as exporter_module
+from instrument.otlp import delivery as exporter_module
 from instrument.otlp import metrics_queue
+from instrument.otlp.delivery import Exporter
 from instrument.otlp.export_facts import Ids
-from instrument.otlp.exporter import Exporter
 from instrument.otlp.metrics_queue import Metrics
 from instrument.otlp.senders import Response, make_metrics_url
 from instrument.otlp.span_queue import Source
 from instrument.profile.keys import loads
 from instrument.profile.model import Otlp
 from instrument.recording.distributions import Metric, Snapshot
-from instrument.recording.metrics import COUNTER, GAUGES
+from instrument.recording.metric_definitions import COUNTER, GAUGES
 from instrument.recording.spans import HOST, Gpu, Sample
 from instrument.runtime.environment import TEMPORALITY
 from instrument.runtime.faults import FAULTS
@@ -292,7 +292,7 @@ def test_a_collector_that_serves_spans_alone_by_grpc_gets_no_more_metrics() -> N
 def test_metrics_that_do_not_get_through_are_counted_and_do_not_hold_up_spans_for_long(
     monkeypatch: pytest.MonkeyPatch, behave: Behave, fate: str
 ) -> None:
-    from instrument.otlp import exporter as room
+    from instrument.otlp import delivery as room
 
     monkeypatch.setattr(room, "PATIENCE_NS", 3 * 10**8)
     with collecting(take, metrics=behave) as server, exporting(server.settings) as exporter:

@@ -27,7 +27,7 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recording.distributions import bucket_middle
 from instrument.recording.mapped import read_service_metrics
 from instrument.recording.memory_layout import NUMBER
-from instrument.recording.metrics import LARGEST_MIDDLE, make_metrics, make_samples
+from instrument.recording.metric_definitions import LARGEST_MIDDLE, make_metrics, make_samples
 from instrument.runtime.faults import FAULTS
 
 

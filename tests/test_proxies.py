@@ -18,7 +18,7 @@ from otlp_spans import ORIGIN, SECOND, offer, tree
 from requests.utils import get_environ_proxies, select_proxy
 
 from instrument.otlp import senders
-from instrument.otlp.exporter import Delivery, Exporter
+from instrument.otlp.delivery import Delivery, Exporter
 from instrument.otlp.sockets import find_proxy
 from instrument.profile.model import Otlp
 

@@ -16,14 +16,14 @@ from otlp_collectors import Collector, Handler, collecting, refuse_with, take
 from readback import rows_in
 
 from instrument.otlp import export_facts, recording_export, recording_reader
+from instrument.otlp.delivery import Exporter
 from instrument.otlp.export_facts import ExportFacts, Ids, MeteredFacts
 from instrument.otlp.export_loop import ExportLoop
-from instrument.otlp.exporter import Exporter
 from instrument.otlp.recording_export import RecordingExport
 from instrument.profile.model import Capture
 from instrument.recording.export_checkpoint import METRICS_LOST, SENT, ExportCheckpoint, Progress
 from instrument.recording.memory import IntervalRing
-from instrument.recording.metrics import COUNTER, HISTOGRAM
+from instrument.recording.metric_definitions import COUNTER, HISTOGRAM
 from instrument.recording.spans import Origin, Site
 
 ALL = ("passed", "beyond", "kept", "unanswered", "abandoned")
@@ -400,7 +400,7 @@ def test_fates_of_spans_are_written_while_metrics_wait(service: Service, monkeyp
 def test_the_last_metrics_of_a_process_are_sent_again_where_the_collector_was_silent(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("instrument.otlp.exporter.PATIENCE_NS", 10**8)
+    monkeypatch.setattr("instrument.otlp.delivery.PATIENCE_NS", 10**8)
     tries: list[int] = []
 
     def be_silent_once(handler: Handler, points: int) -> None:
@@ -425,7 +425,7 @@ def test_the_last_metrics_of_a_process_are_sent_again_where_the_collector_was_si
 def test_the_last_metrics_are_dropped_after_the_time_out_or_if_they_could_count_twice(
     service: Service, monkeypatch: pytest.MonkeyPatch, deltas: tuple[str, ...], retry_s: int
 ) -> None:
-    monkeypatch.setattr("instrument.otlp.exporter.PATIENCE_NS", 10**8)
+    monkeypatch.setattr("instrument.otlp.delivery.PATIENCE_NS", 10**8)
     monkeypatch.setattr(Exporter, "timeout_ns", retry_s * 10**9)
     monkeypatch.setattr("instrument.otlp.metrics_queue.DELTAS", {"cumulative": deltas})
     tries: list[int] = []

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from instrument.recording.metrics import GAUGES
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import HOST, Gpu, Sample
 from instrument.report.device_view import DeviceRow, make_gauge_rows
 from instrument.report.device_view import summarise_gauges as summary_of

@@ -13,7 +13,7 @@ from readback import spans_in
 from tallies import Tally, Totals, made
 
 from instrument import chrome
-from instrument.instrumentors.targets import make_site
+from instrument.instrumentors.function_patterns import make_site
 from instrument.recorder.wrapping import wrap
 from instrument.recording.spans import Origin, Site
 from instrument.report.events_view import Overhead, events, split_overhead

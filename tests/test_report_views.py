@@ -19,7 +19,7 @@ import instrument
 from instrument import scope
 from instrument.profile.keys import loads
 from instrument.profile.model import KINDS, SORT_KEYS, STATES, TRACER_OPTIONS, VIEWS
-from instrument.recording.metrics import GAUGES
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import (
     HOST,
     Cost,

@@ -18,7 +18,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 import instrument
 from instrument.profile.keys import loads
-from instrument.trace import sent_rows
+from instrument.trace import settling
 
 IN_QUEUE, OF_REQUESTS, OF_BATCHES = (
     "instrument_request_queue_duration_seconds", "instrument_request_batch_size", "instrument_batch_size",
@@ -30,7 +30,7 @@ functions: [{match: "nowhere:step", batch: ids}]
 
 @pytest.fixture(autouse=True)
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sent_rows, "DECISION_WAIT_NS", 0)
+    monkeypatch.setattr(settling, "DECISION_WAIT_NS", 0)
     yield
     instrument.stop()
 

@@ -43,7 +43,7 @@ from instrument.recording.distributions import (
     Snapshot,
     sum_metrics,
 )
-from instrument.recording.metrics import COUNTER, HISTOGRAM, UPDOWN
+from instrument.recording.metric_definitions import COUNTER, HISTOGRAM, UPDOWN
 from instrument.recording.spans import HOST, Origin, Sample
 from instrument.runtime import agent_socket
 

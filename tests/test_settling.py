@@ -36,7 +36,7 @@ from instrument.trace.indices import NONE
 from instrument.trace.joined import Joined, join_requests
 from instrument.trace.merge import merge_recordings
 from instrument.trace.request_trees import build_request_trees
-from instrument.trace.sent_rows import MOST_AT_ONCE, Settled, Settling
+from instrument.trace.settling import MOST_AT_ONCE, Settled, Settling
 from instrument.trace.stages import make_stage_spans
 from instrument.trace.tail_sampler import TailSampler
 from instrument.trace.unsettled import UnsettledRows

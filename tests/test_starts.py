@@ -134,7 +134,7 @@ def test_a_later_process_takes_the_profile_and_the_costs_of_probes_from_the_firs
         ["shop", "False", "True"], ["mall", "True", "True"], ["shop", "False", "True"], ["shop", "True", "True"],
     ]  # fmt: skip
     assert told[0][3] == told[2][3] == told[3][3] != told[1][3]
-    late = {"yaml", "instrument.instrumentors.rules", "instrument.instrumentors.requests.grpc"}
+    late = {"yaml", "instrument.instrumentors.function_rules", "instrument.instrumentors.requests.grpc"}
     code = f"import sys, fastapi, instrument; instrument.session(); print({late} & sys.modules.keys())"
     done = run(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])", "--preset", "serving")
     assert (done.returncode, done.stdout) == (0, "set()\n"), done.stderr

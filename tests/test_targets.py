@@ -26,7 +26,7 @@ from trees import tree
 
 from instrument import TargetError, profiled, scope
 from instrument.instrumentors import references
-from instrument.instrumentors.rules import Functions
+from instrument.instrumentors.function_rules import Functions
 from instrument.instrumentors.selection import Selection
 from instrument.profile.keys import loads
 from instrument.recorder.recorder import Recorder

@@ -21,7 +21,7 @@ from otlp_collectors import collecting, take
 from otlp_spans import ORIGIN, SECOND, THREADS, offer, tree
 
 import instrument
-from instrument.otlp.exporter import Exporter
+from instrument.otlp.delivery import Exporter
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread, own_thread_name
 from instrument.runtime.unpatched import Event

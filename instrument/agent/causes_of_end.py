@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instrument.agent.processes import EXITED, GOODBYE, REPLACED, VANISHED, Process
-from instrument.recording.metrics import GAUGES
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import HOST
 from instrument.recording.trace_context import REMOTE
 from instrument.runtime import environment

@@ -25,7 +25,7 @@ from instrument.device.gauge_thread import GaugeSources, Gone
 from instrument.errors import ExportError
 from instrument.profile.model import Device, Otlp
 from instrument.recording.memory import GaugePlace
-from instrument.recording.metrics import GAUGES
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import Origin, Sample
 from instrument.runtime import agent_socket
 from instrument.runtime.cheap_start import LazyModule, asdict
@@ -271,13 +271,13 @@ def _parse_reading(reading: Any) -> float | None:
 
 if TYPE_CHECKING:
     from instrument.agent import scrapes
-    from instrument.otlp import export_facts, export_loop, exporter, file_exports, recording_export, senders
+    from instrument.otlp import delivery, export_facts, export_loop, file_exports, recording_export, senders
     from instrument.otlp.metrics_queue import Metered
     from instrument.recording.distributions import Metric
 else:  # a run that has only its gauges read needs no numpy
     scrapes, senders = LazyModule("instrument.agent.scrapes"), LazyModule("instrument.otlp.senders")
     export_facts, export_loop = LazyModule("instrument.otlp.export_facts"), LazyModule("instrument.otlp.export_loop")
-    exporter, file_exports = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.file_exports")
+    delivery, file_exports = LazyModule("instrument.otlp.delivery"), LazyModule("instrument.otlp.file_exports")
 
 READ_INTERVAL_S = 0.25
 """Seconds between two reads of all recordings. If a ring overwrites rows in less time, those rows are lost."""
@@ -322,7 +322,7 @@ class ExporterChild:
     def __init__(self, connection: socket.socket) -> None:
         self._agent = AgentEnd(connection)
         self._gauges = GaugeThread(self._agent.send)
-        self._exporters: dict[Otlp | None, exporter.Exporter] = {}
+        self._exporters: dict[Otlp | None, delivery.Exporter] = {}
         self._settings: dict[int, Otlp | None] = {}
         self._scopes: dict[int, list[scrapes.Scope]] = {}
         """The scrape scopes of each recording, by the recording's number."""
@@ -454,11 +454,11 @@ class ExporterChild:
         file_exports.limit_pyarrow()
         self._loop.begin_dataset(export, file_exports.decode_dataset_settings(settings), run, disk_bytes)
 
-    def _get_or_start_exporter(self, settings: Otlp | None) -> exporter.Exporter:
+    def _get_or_start_exporter(self, settings: Otlp | None) -> delivery.Exporter:
         if settings not in self._exporters:
             self._stop_unused()
             origin = Origin(os.getpid(), "", 0, 0)
-            sender = exporter.Exporter(settings or Otlp(), origin, dict, detects=False, sends=settings is not None)
+            sender = delivery.Exporter(settings or Otlp(), origin, dict, detects=False, sends=settings is not None)
             if settings is not None:
                 sender.start()
             self._exporters[settings] = sender

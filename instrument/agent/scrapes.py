@@ -19,7 +19,7 @@ from instrument.otlp import exposition
 from instrument.otlp.exposition import MetricAndOrigin, make_registry, metrics_of_run, require_prometheus
 from instrument.otlp.metrics_queue import Metered
 from instrument.recording.distributions import Distribution, Labels, Metric, sum_metrics
-from instrument.recording.metrics import COUNTER, HISTOGRAM
+from instrument.recording.metric_definitions import COUNTER, HISTOGRAM
 from instrument.runtime import file_writing
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Empty, SimpleQueue

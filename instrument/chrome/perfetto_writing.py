@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from instrument.chrome.lanes import BATCH, BatchMarks, OrderedIntervals, ShownProcesses, Spans, iterate_rows
 from instrument.chrome.writing import write_whole_file
 from instrument.errors import InstrumentError
-from instrument.recording.metrics import GAUGES
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import HOST, Sample, Site
 from instrument.trace.columns import Int32s, Int64s
 from instrument.trace.indices import NONE, invert_order, make_mask, number_combinations

@@ -1,7 +1,7 @@
 """Converts the slices of a trace file into columns, for files of any profiler.
 
 The parent of a slice is the innermost slice around it on the same thread. The parent of an async slice has the same
-key. The arguments of a slice may name another parent. `foreign_slice_reading` reads the arguments of other profilers.
+key. The arguments of a slice may name another parent. `other_profilers` reads the arguments of foreign slices.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from instrument.chrome.event_reading import (
     make_valid_block,
     read_phases,
 )
-from instrument.chrome.foreign_slice_reading import ForeignSlices, NumberByKey, NumberedLanes, Rows
 from instrument.chrome.lanes import DEVICE_PIDS, iterate_rows
+from instrument.chrome.other_profilers import ForeignSlices, NumberByKey, NumberedLanes, Rows
 from instrument.chrome.slice_arguments import UNTOLD, Arguments
 from instrument.recording.spans import HOST, Sample
 from instrument.recording.trace_context import RemoteParent

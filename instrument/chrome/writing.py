@@ -27,7 +27,7 @@ from instrument.chrome.lanes import (
 )
 from instrument.chrome.slice_arguments import EXACT_US, Arguments, Remote
 from instrument.errors import TraceError
-from instrument.recording.metrics import GAUGES
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import HOST, Sample, Site
 from instrument.recording.tally import Tally
 from instrument.runtime import file_writing

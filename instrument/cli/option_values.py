@@ -10,10 +10,10 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from instrument.errors import InstrumentError
-from instrument.profile.document import find_most_similar, parse_amount
+from instrument.profile.document import find_most_similar
 from instrument.profile.model import TIME_UNITS, VIEWS
 from instrument.profile.presets import PRESETS, preset_path
-from instrument.profile.values import SIZE_UNITS
+from instrument.profile.values import SIZE_UNITS, parse_amount
 
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """The argparse object to which each verb adds its own parser."""

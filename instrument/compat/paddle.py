@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from instrument import chrome
 from instrument.errors import ProfileError
-from instrument.instrumentors.functions import profiled
+from instrument.instrumentors.profiled_functions import profiled
 from instrument.native import OFF
 from instrument.profile.model import VIEWS
 from instrument.recorder.recorder import RECORDER, Scope

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from instrument.errors import ProfileError
-from instrument.instrumentors.functions import profiled
-from instrument.instrumentors.targets import read_own_site
+from instrument.instrumentors.function_patterns import read_own_site
+from instrument.instrumentors.profiled_functions import profiled
 from instrument.native import OFF
 from instrument.recording.paths import NOT_BELOW, CallPath
 from instrument.recording.spans import Site, is_operator

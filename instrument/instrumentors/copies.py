@@ -14,7 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Instrumentor, Undo, replace_attribute, undo_all
+from instrument.instrumentors.profiled_functions import Instrumentor, Undo, replace_attribute, undo_all
 from instrument.instrumentors.references import rebind_objects
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS, CopyRule

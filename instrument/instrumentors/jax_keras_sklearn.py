@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.frameworks import Observer
-from instrument.instrumentors.functions import replace_attribute
+from instrument.instrumentors.framework_methods import Observer
+from instrument.instrumentors.function_patterns import make_site
+from instrument.instrumentors.layer_paths import Paths
 from instrument.instrumentors.layers import Layers
 from instrument.instrumentors.lineages import all_subclasses, watch_subclasses
 from instrument.instrumentors.loaders import StandIn
+from instrument.instrumentors.profiled_functions import replace_attribute
 from instrument.instrumentors.references import loaded_modules, module_namespace, rebind_objects
-from instrument.instrumentors.regions import Paths
-from instrument.instrumentors.targets import make_site
 from instrument.instrumentors.torch_graphs import get_is_compiling
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule

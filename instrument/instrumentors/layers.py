@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Instrumentor, Undo, replace_attribute, undo_all
-from instrument.instrumentors.lineages import all_subclasses, watch_subclasses
-from instrument.instrumentors.regions import (
+from instrument.instrumentors.function_patterns import make_site, matches_pattern
+from instrument.instrumentors.layer_paths import (
     DYNAMO,
     Paths,
     Regions,
@@ -23,7 +22,8 @@ from instrument.instrumentors.regions import (
     rule_selects_layer,
     torch_children,
 )
-from instrument.instrumentors.targets import make_site, matches_pattern
+from instrument.instrumentors.lineages import all_subclasses, watch_subclasses
+from instrument.instrumentors.profiled_functions import Instrumentor, Undo, replace_attribute, undo_all
 from instrument.instrumentors.verdict import Verdict, suggest_nearest
 from instrument.instrumentors.work import find_tensor_nearby, list_tensors
 from instrument.profile.model import LayerRule

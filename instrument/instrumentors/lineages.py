@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replace_attribute
+from instrument.instrumentors.function_patterns import iterate_decorated_parts, read_own_site
+from instrument.instrumentors.profiled_functions import Undo, replace_attribute
 from instrument.instrumentors.references import isinstance_of, type_attribute, type_namespace
-from instrument.instrumentors.targets import iterate_decorated_parts, read_own_site
 from instrument.runtime.faults import FAULTS
 
 

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from instrument.errors import TargetError
-from instrument.instrumentors.functions import Switch, replace_attribute
+from instrument.instrumentors.profiled_functions import Switch, replace_attribute
 from instrument.instrumentors.verdict import Verdict
 from instrument.native import OFF
 from instrument.recorder.recorder import RECORDER, Recorder

@@ -16,8 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors.functions import Instrumentor, Undo
 from instrument.instrumentors.known_packages import FAMILIES, KEEPING, rules_under_key, selectable_packages
+from instrument.instrumentors.profiled_functions import Instrumentor, Undo
 from instrument.instrumentors.references import loaded_modules, module_namespace
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import Profile
@@ -31,8 +31,8 @@ from instrument.runtime.unpatched import RLock
 
 if TYPE_CHECKING:
     from instrument.instrumentors.argument_watch import ArgumentWatch
+    from instrument.instrumentors.function_rules import Functions
     from instrument.instrumentors.layers import Layers
-    from instrument.instrumentors.rules import Functions
 
 LOOKS = 2
 """The number of searches for new modules after a change of rules. The second search covers modules whose import was in

@@ -17,7 +17,7 @@ from operator import add
 from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Instrumentor, Undo, replace_attribute
+from instrument.instrumentors.profiled_functions import Instrumentor, Undo, replace_attribute
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
@@ -54,7 +54,7 @@ class StartupWatch(Instrumentor):
 
     def __init__(self, rules: Sequence[str] = ("auto",), recorder: Recorder = RECORDER) -> None:
         super().__init__(rules, recorder)
-        from instrument.instrumentors.rules import Functions  # each session times imports, few watch startup
+        from instrument.instrumentors.function_rules import Functions  # each session times imports, few watch startup
 
         function_rules = [
             FunctionRule((target,), name=name, kind="phase", phase=phase, text="startup")

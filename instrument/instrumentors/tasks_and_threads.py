@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from instrument.instrumentors.functions import Undo, replace_attribute, undo_all
+from instrument.instrumentors.profiled_functions import Undo, replace_attribute, undo_all
 from instrument.instrumentors.references import rebind_objects
 from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from types import CodeType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replace_attribute, undo_all
+from instrument.instrumentors.profiled_functions import Undo, replace_attribute, undo_all
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import Site
 from instrument.runtime import imports

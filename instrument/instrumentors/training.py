@@ -25,9 +25,9 @@ from types import FunctionType
 from typing import Any
 
 from instrument.errors import error_name
-from instrument.instrumentors.functions import Switch, replace_attribute, replaces_attribute
+from instrument.instrumentors.function_patterns import make_site
 from instrument.instrumentors.lineages import all_subclasses
-from instrument.instrumentors.targets import make_site
+from instrument.instrumentors.profiled_functions import Switch, replace_attribute, replaces_attribute
 from instrument.instrumentors.torch_graphs import exclude_from_compiler, get_evaluator_setter, get_is_compiling
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import CallWork

@@ -1,6 +1,6 @@
 /* Hot: the numbers that the service reports. The recording has a cell with the newest value of each, and once per
  * interval a copy of the cell for timelines. A histogram has a cell for its sum and one for each bucket in use, with
- * four buckets per factor of two, as in `recording/metrics.py`. A part of `_recorder.c`. */
+ * four buckets per factor of two, as in `recording/metric_definitions.py`. A part of `_recorder.c`. */
 
 /* Values beyond the exponents count in the outermost buckets. */
 enum { LEAST_EXPONENT = -32, MOST_EXPONENT = 34, BUCKET_OF_ZERO = -(1 << 20) };

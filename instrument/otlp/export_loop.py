@@ -17,12 +17,12 @@ from instrument.otlp.metrics_queue import Metered
 from instrument.otlp.recording_export import RecordingExport
 from instrument.otlp.recording_meter import GROUPS
 from instrument.runtime.faults import logger
-from instrument.trace.sent_rows import Settling
+from instrument.trace.settling import Settling
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from instrument.otlp.exporter import Exporter
+    from instrument.otlp.delivery import Exporter
     from instrument.otlp.file_exports import DatasetExport, KeptFiles
     from instrument.otlp.span_queue import Source
     from instrument.profile.model import Parquet

@@ -32,7 +32,7 @@ from instrument.recording.distributions import (
     bucket_middle,
     sum_metrics,
 )
-from instrument.recording.metrics import (
+from instrument.recording.metric_definitions import (
     BOUNDS_ITEMS,
     BOUNDS_S,
     COUNTER,

@@ -17,7 +17,7 @@ import msgspec
 from instrument.otlp.packing import Exponential, Point, Series, make_exponential
 from instrument.otlp.senders import Response
 from instrument.recording.distributions import Distribution, Labels, Metric, Snapshot
-from instrument.recording.metrics import COUNTER, GAUGE, GAUGES, HISTOGRAM, MetricDefinition
+from instrument.recording.metric_definitions import COUNTER, GAUGE, GAUGES, HISTOGRAM, MetricDefinition
 from instrument.recording.spans import HOST, Gpu, Origin, Sample
 from instrument.runtime.cheap_start import dataclass, field, replace
 from instrument.runtime.environment import METRICS_EXPORTER, TEMPORALITY

@@ -16,8 +16,8 @@ from dataclasses import replace
 import numpy as np
 
 from instrument import clock
+from instrument.otlp.delivery import Exporter
 from instrument.otlp.export_facts import ExportFacts, Ids, decode_facts
-from instrument.otlp.exporter import Exporter
 from instrument.otlp.metrics_queue import Metered
 from instrument.otlp.recording_meter import Metering
 from instrument.otlp.recording_reader import RecordingReader
@@ -39,7 +39,7 @@ from instrument.runtime.unpatched import RLock
 from instrument.trace.columns import DeviceIntervals, Int64s
 from instrument.trace.of_recording import read_origin, read_spans_and_tally
 from instrument.trace.request_trees import Interruptions
-from instrument.trace.sent_rows import Settled
+from instrument.trace.settling import Settled
 from instrument.trace.trace import columns_of_spans, make_spans
 from instrument.trace.unsettled import BEYOND, TOO_LONG, UnsettledRows
 

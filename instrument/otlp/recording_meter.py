@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from instrument.otlp.delivery import Exporter
 from instrument.otlp.export_facts import ExportFacts, decode_facts
-from instrument.otlp.exporter import Exporter
 from instrument.otlp.metrics_queue import DELAY_NS, Metered
 from instrument.otlp.recording_reader import RecordingReader
 from instrument.otlp.span_queue import Source
@@ -27,7 +27,7 @@ from instrument.recording.export_checkpoint import (
 )
 from instrument.recording.mapped import Mapped, read_service_metrics
 from instrument.recording.memory_layout import Row, is_request_root
-from instrument.recording.metrics import (
+from instrument.recording.metric_definitions import (
     EXPORTED_SPANS,
     INFLIGHT_SPANS,
     LIVE_SPANS,
@@ -40,7 +40,7 @@ from instrument.recording.spans import Span
 from instrument.runtime.faults import logger
 from instrument.runtime.unpatched import Lock
 from instrument.trace.of_recording import read_origin
-from instrument.trace.sent_rows import ServedRequest
+from instrument.trace.settling import ServedRequest
 
 NEVER_NS = 1 << 63
 

@@ -22,7 +22,6 @@ from instrument.profile.document import (
     find_most_similar,
     list_or_item,
     make_choice_reader,
-    make_quantity_reader,
     make_text_schema,
     read_string,
     reader_or_off,
@@ -102,6 +101,49 @@ _percent = text_reader(PERCENTS, "a percentage above 0%, up to 100%, such as 1%"
 @with_schema(make_text_schema(PERCENTS))
 def read_percent(node: YamlNode) -> float:
     return float(_percent(node)[:-1]) / 100
+
+
+SMALL = 1024
+"""From this number on, the message about a missing unit suggests bytes."""
+
+_QUANTITY = late_pattern(r"([0-9]{1,18})(?:\.([0-9]{1,18}))?([A-Za-z]+)")
+_MEASURED = late_pattern(r"\s*([0-9.]+)\s*([^\W\d]*)\s*")
+
+
+def parse_amount(text: str, units: Mapping[str, int]) -> int | None:
+    """Parse a number with a unit into the smallest unit, rounded down. Return None for other text."""
+    parts = _QUANTITY.fullmatch(text)
+    if not parts or parts[3] not in units:
+        return None
+    fraction = parts[2] or ""
+    return int(parts[1] + fraction) * units[parts[3]] // int("1" + "0" * len(fraction))
+
+
+def make_quantity_reader(units: Mapping[str, int], example: str, least: str, also: str = "") -> Read:
+    """Return a reader of a number with a unit, such as 64MiB, or of 0. The reader returns the amount in the smallest
+    unit. `also` describes other allowed values in messages."""
+    bound = f", from {least}" if least else ""
+    allowed = f"{also}a number with a unit ({' '.join(units)}), such as {example}{bound}"
+    floor = parse_amount(least, units) or 0
+    unit = example.lstrip("0123456789")
+
+    def suggest_quantity(text: str) -> str:
+        parts = _MEASURED.fullmatch(text)
+        if not parts:
+            return ""
+        # A bare number that is large is one of bytes, a small one has the unit of the example.
+        bare = "B" if "B" in units and parts[1].isdecimal() and int(parts[1]) >= SMALL else unit
+        near = parts[1] + (find_most_similar(parts[2], units, 0.5) if parts[2] else bare)
+        return near if near != text and max(floor, 1) <= (parse_amount(near, units) or 0) < 2**63 else ""
+
+    def read(node: YamlNode) -> int:
+        bare_zero = node.kind == "int" and node.text == "0"
+        value = 0 if bare_zero else parse_amount(node.text, units) if node.kind == "text" else None
+        if value is None or not floor <= value < 2**63:
+            node.refuse(allowed, near=suggest_quantity(node.text))
+        return value
+
+    return read
 
 
 def make_duration_reader(example: str, least: str = "") -> Read:

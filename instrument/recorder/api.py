@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 from instrument import native
 from instrument.recorder import attribute_checks, core
 from instrument.recorder.recorder import RECORDER, Scope
-from instrument.recording.metrics import COUNTER, GAUGE, MOST_GAUGES, SUM, encode_cell_name, is_valid_cell_name
+from instrument.recording.metric_definitions import (
+    COUNTER,
+    GAUGE,
+    MOST_GAUGES,
+    SUM,
+    encode_cell_name,
+    is_valid_cell_name,
+)
 
 Arguments = ParamSpec("Arguments")
 

@@ -31,7 +31,7 @@ from instrument.recording.distributions import (
     group_name_of,
 )
 from instrument.recording.memory_layout import END_NS, ERROR, ROOT_ID, ROW_ATTRIBUTES, SPAN_ID, START_NS, Row
-from instrument.recording.metrics import (
+from instrument.recording.metric_definitions import (
     ACTIVE_REQUESTS,
     BATCH_SIZE,
     CALL_DURATION,

@@ -36,7 +36,7 @@ from instrument.recording.mapped_facts import (
 )
 from instrument.recording.memory import LABELS
 from instrument.recording.memory_layout import duplicate_descriptor
-from instrument.recording.metrics import GAUGES, Cell, make_samples, parse_cell
+from instrument.recording.metric_definitions import GAUGES, Cell, make_samples, parse_cell
 from instrument.recording.paths import CallTree
 from instrument.recording.spans import HOST, Sample, Site
 from instrument.recording.tally import LARGEST, SUMS, TOTALS, Tally, Totals, make_buckets

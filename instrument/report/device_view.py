@@ -13,7 +13,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
-from instrument.recording.metrics import GAUGES
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import HOST, UNTIMED, Gpu, Sample
 from instrument.report.device_use import (
     DeviceUse,

@@ -27,7 +27,7 @@ import numpy as np
 
 from instrument.errors import TraceError
 from instrument.profile.model import VIEWS
-from instrument.recording.metrics import GAUGES
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import HOST, NO_DEVICE_TIME
 from instrument.report.brief_view import Brief, brief
 from instrument.report.event_rows import EventRow

@@ -24,7 +24,7 @@ from instrument.sessions.handover import Handover
 from instrument.sessions.window import WindowReader
 
 if TYPE_CHECKING:
-    from instrument.otlp.exporter import Exporter
+    from instrument.otlp.delivery import Exporter
     from instrument.report import view
 else:
     view = LazyModule("instrument.report.view")

@@ -29,12 +29,12 @@ from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
 
 if TYPE_CHECKING:
+    from instrument.otlp import delivery as sending
     from instrument.otlp import export_loop, metrics_queue, recording_reader, service_sdk
-    from instrument.otlp import exporter as sending
     from instrument.otlp.export_loop import EndedExport, ExportLoop
     from instrument.otlp.recording_export import RecordingExport
 else:
-    sending, service_sdk = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.service_sdk")
+    sending, service_sdk = LazyModule("instrument.otlp.delivery"), LazyModule("instrument.otlp.service_sdk")
     recording_reader = LazyModule("instrument.otlp.recording_reader")
     export_loop = LazyModule("instrument.otlp.export_loop")
     metrics_queue = LazyModule("instrument.otlp.metrics_queue")

@@ -34,14 +34,14 @@ from instrument.sessions.torch_profiler import TorchRecord
 from instrument.sessions.window import WINDOWS_THREAD, Step, Stretch
 
 if TYPE_CHECKING:
-    from instrument.otlp import exporter as sending
+    from instrument.otlp import delivery as sending
     from instrument.otlp import senders
     from instrument.otlp.packing import Body
     from instrument.recording.tally import Tally
     from instrument.trace.columns import Columns
     from instrument.trace.trace import Trace
 else:
-    sending, senders = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.senders")
+    sending, senders = LazyModule("instrument.otlp.delivery"), LazyModule("instrument.otlp.senders")
 
 WINDOWS_LIMIT = 16
 ROWS_LIMIT = 200_000

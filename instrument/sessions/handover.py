@@ -30,7 +30,7 @@ from instrument.runtime.faults import FAULTS
 from instrument.sessions.membership import Membership
 
 if TYPE_CHECKING:
-    from instrument.otlp.exporter import Exporter
+    from instrument.otlp.delivery import Exporter
     from instrument.otlp.metrics_queue import Metrics
 
 Value = TypeVar("Value")

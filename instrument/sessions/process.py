@@ -39,7 +39,7 @@ from instrument.sessions.recorded import Recorded
 from instrument.sessions.session import Session
 
 if TYPE_CHECKING:
-    from instrument.otlp.exporter import Delivery
+    from instrument.otlp.delivery import Delivery
 
 SWITCHED_OFF = f"instrument is off ({OFF})"
 

@@ -51,8 +51,8 @@ from instrument.sessions.handover import Handover
 from instrument.sessions.window import MOST_STEPS, WINDOWS_THREAD, Step, Stretch, WindowReader, clip_steps
 
 if TYPE_CHECKING:
+    from instrument.otlp import delivery as sending
     from instrument.otlp import export_facts, metrics_queue
-    from instrument.otlp import exporter as sending
     from instrument.otlp import resource as own_resource
     from instrument.recording.tally import Tally
     from instrument.report import section as report
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from instrument.report.section import View
     from instrument.trace.trace import Trace
 else:
-    sending, own_resource = LazyModule("instrument.otlp.exporter"), LazyModule("instrument.otlp.resource")
+    sending, own_resource = LazyModule("instrument.otlp.delivery"), LazyModule("instrument.otlp.resource")
     export_facts = LazyModule("instrument.otlp.export_facts")
     metrics_queue = LazyModule("instrument.otlp.metrics_queue")
     view = LazyModule("instrument.report.view")

@@ -15,7 +15,7 @@ from functools import partial
 
 from instrument.clock import Deadline
 from instrument.errors import InstrumentError
-from instrument.instrumentors import functions, tasks_and_threads, torch_graphs
+from instrument.instrumentors import profiled_functions, tasks_and_threads, torch_graphs
 from instrument.instrumentors.verdict import make_rule_marks
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
@@ -218,7 +218,7 @@ class Session:
         self.leaving.undos.append(process_context.withdraw_context)
         self._join_run()
         self.leaving.prepare_exit()
-        functions.withdraw_hint()
+        profiled_functions.withdraw_hint()
 
     def _attach(self) -> None:
         recorded, undos = self.recorded, self._undos

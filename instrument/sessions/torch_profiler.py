@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from instrument import chrome
 from instrument.errors import InstrumentError, ProfileError
-from instrument.instrumentors.functions import replace_attribute as replaced
+from instrument.instrumentors.profiled_functions import replace_attribute as replaced
 from instrument.recording.spans import (
     FLOPS,
     OPERATORS,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from instrument.recording.metrics import GAUGES
+from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import KEY
 from instrument.recording.trace_context import RemoteParent
 from instrument.trace.columns import Bools, Columns, DeviceIntervals, Int64s

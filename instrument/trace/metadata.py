@@ -16,7 +16,7 @@ import numpy as np
 
 from instrument.profile.model import KINDS
 from instrument.recording.distributions import LAST_BUCKET
-from instrument.recording.metrics import GAUGES, add_gauges_of_file
+from instrument.recording.metric_definitions import GAUGES, add_gauges_of_file
 from instrument.recording.paths import CallPath
 from instrument.recording.spans import (
     FIRSTS,

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from instrument.recording.metrics import GENERATION, has_gen_ai_names
+from instrument.recording.metric_definitions import GENERATION, has_gen_ai_names
 from instrument.recording.spans import BATCH_WEIGHTS, FIRST_ITEM, ITEMS, AttributeValue, Site, Span
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.indices import NONE, Groups, find_group_starts, make_mask, number_combinations, rank_distinct

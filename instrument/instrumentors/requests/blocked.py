@@ -18,7 +18,7 @@ from threading import get_native_id
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replaces_attribute
+from instrument.instrumentors.profiled_functions import Undo, replaces_attribute
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.memory_layout import END_NS, SPAN_ID, START_NS, Row, is_request_root, unpack_rows
 from instrument.recording.spans import BLOCKED_AT, BLOCKED_BY, BLOCKED_LOOP, COLLECTION, VALUE_LIMIT, Site

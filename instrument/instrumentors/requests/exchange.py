@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from instrument.errors import error_name
-from instrument.instrumentors.functions import Undo
+from instrument.instrumentors.profiled_functions import Undo
 from instrument.instrumentors.requests.propagation import (
     Caller,
     Extract,
@@ -45,9 +45,9 @@ from instrument.runtime.faults import FAULTS
 
 if TYPE_CHECKING:
     from instrument.instrumentors.requests import server_timing
-    from instrument.recording import metrics
+    from instrument.recording import metric_definitions
 else:
-    metrics = LazyModule("instrument.recording.metrics")
+    metric_definitions = LazyModule("instrument.recording.metric_definitions")
     server_timing = LazyModule("instrument.instrumentors.requests.server_timing")
 
 HEADER = "http.request.header."
@@ -170,9 +170,9 @@ class Exchanges:
             parts: dict[str, AttributeValue] = {"http.request.method": method}
             if route:
                 parts["http.route"] = route
-                if self._generations and metrics.matches_route(route, self._generations):
-                    parts[metrics.OPERATION] = metrics.operation_of_route(route)
-                    parts |= {metrics.PROVIDER: self._provider} if self._provider else {}
+                if self._generations and metric_definitions.matches_route(route, self._generations):
+                    parts[metric_definitions.OPERATION] = metric_definitions.operation_of_route(route)
+                    parts |= {metric_definitions.PROVIDER: self._provider} if self._provider else {}
             parts |= {"network.protocol.name": "websocket"} if protocol == "websocket" else {}
             facts = parts | facts
             verb = "HTTP" if method == "_OTHER" else method

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, note_calls, replaces_attribute
+from instrument.instrumentors.profiled_functions import Undo, note_calls, replaces_attribute
 from instrument.instrumentors.requests.exchange import (
     CURRENT,
     PORT,

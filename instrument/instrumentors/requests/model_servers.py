@@ -22,7 +22,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
-from instrument.instrumentors.functions import Undo, note_calls, replaces_attribute
+from instrument.instrumentors.profiled_functions import Undo, note_calls, replaces_attribute
 from instrument.instrumentors.requests import asgi_wsgi_apps
 from instrument.instrumentors.requests.exchange import Attach, Exchanges, Reading, SteppedItems
 from instrument.recorder.wrapping import FIRST_OF_SERVER, STATUS

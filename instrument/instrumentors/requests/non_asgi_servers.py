@@ -13,7 +13,7 @@ from inspect import isawaitable
 from operator import attrgetter
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, note_calls, replace_attribute, replaces_attribute
+from instrument.instrumentors.profiled_functions import Undo, note_calls, replace_attribute, replaces_attribute
 from instrument.instrumentors.requests.exchange import (
     CLOSE_CODE,
     EXCHANGE,

@@ -15,7 +15,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from instrument.instrumentors.functions import Switch, Undo, replace_attribute, replaces_attribute
+from instrument.instrumentors.profiled_functions import Switch, Undo, replace_attribute, replaces_attribute
 from instrument.instrumentors.verdict import Verdict
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.trace_context import (

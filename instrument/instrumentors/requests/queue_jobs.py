@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replaces_attribute
+from instrument.instrumentors.profiled_functions import Undo, replaces_attribute
 from instrument.instrumentors.requests.exchange import Attach, Exchanges
 from instrument.recording.spans import TIME_IN_QUEUE, Site
 from instrument.runtime.faults import FAULTS

@@ -13,7 +13,8 @@ from functools import partial, wraps
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors.functions import (
+from instrument.instrumentors.known_packages import filter_packages_by_role
+from instrument.instrumentors.profiled_functions import (
     Instrumentor,
     Undo,
     change_argument,
@@ -21,7 +22,6 @@ from instrument.instrumentors.functions import (
     replace_attribute,
     replaces_attribute,
 )
-from instrument.instrumentors.known_packages import filter_packages_by_role
 from instrument.instrumentors.requests import blocked, propagation
 from instrument.instrumentors.requests.asgi_wsgi_apps import AsgiApp, InterleavedApp, WsgiApp
 from instrument.instrumentors.requests.exchange import (

@@ -16,7 +16,7 @@ from contextvars import Context
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from instrument.instrumentors.functions import Undo, replace_attribute, undo_all
+from instrument.instrumentors.profiled_functions import Undo, replace_attribute, undo_all
 from instrument.instrumentors.requests.exchange import CURRENT, Exchange, Exchanges, Reading
 from instrument.recorder.wrapping import CANCELLED
 from instrument.recording.spans import OUTCOME, Site

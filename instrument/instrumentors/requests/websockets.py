@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, change_argument, note_calls, replaces_attribute
+from instrument.instrumentors.profiled_functions import Undo, change_argument, note_calls, replaces_attribute
 from instrument.instrumentors.references import rebind_objects
 from instrument.instrumentors.requests.exchange import (
     ABNORMAL,

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
-from instrument.instrumentors.functions import Undo, replace_attribute, replaces_attribute, undo_all
-from instrument.instrumentors.targets import matches_pattern
+from instrument.instrumentors.function_patterns import matches_pattern
+from instrument.instrumentors.profiled_functions import Undo, replace_attribute, replaces_attribute, undo_all
 from instrument.instrumentors.torch_graphs import get_is_compiling
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import ModuleWork, list_tensors

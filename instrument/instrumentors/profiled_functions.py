@@ -21,8 +21,7 @@ from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, ClassVar, TypeVar, overload
 
 from instrument.errors import TargetError
-from instrument.instrumentors.references import instance_dict, isinstance_of, module_namespace, type_namespace
-from instrument.instrumentors.targets import (
+from instrument.instrumentors.function_patterns import (
     Target,
     find_functions,
     is_public_method,
@@ -30,6 +29,7 @@ from instrument.instrumentors.targets import (
     make_site,
     qualname_of,
 )
+from instrument.instrumentors.references import instance_dict, isinstance_of, module_namespace, type_namespace
 from instrument.instrumentors.verdict import Verdict
 from instrument.instrumentors.work import CallWork
 from instrument.native import OFF

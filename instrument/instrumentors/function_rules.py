@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors import functions, targets
-from instrument.instrumentors.functions import Instrumentor, Probe, undo_all
+from instrument.instrumentors import function_patterns, profiled_functions
+from instrument.instrumentors.function_patterns import Target, Unreachable, matches_pattern
 from instrument.instrumentors.lineages import Lineage, all_subclasses, is_method_recorded
+from instrument.instrumentors.profiled_functions import Instrumentor, Probe, undo_all
 from instrument.instrumentors.references import (
     Kept,
     Name,
@@ -27,11 +28,10 @@ from instrument.instrumentors.references import (
     type_namespace,
 )
 from instrument.instrumentors.request_keys import make_call_reader
-from instrument.instrumentors.targets import Target, Unreachable, matches_pattern
 from instrument.instrumentors.verdict import RECORDING, Verdict, suggest_nearest
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
-from instrument.recording.metrics import OPERATION, operation_of_route
+from instrument.recording.metric_definitions import OPERATION, operation_of_route
 from instrument.recording.spans import Site
 from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS
@@ -54,7 +54,7 @@ class Functions(Instrumentor):
             self.watch = ArgumentWatch(self.has_module_pattern)
         self._probes: dict[Probe, FunctionRule] = {}
         self._early: dict[int, Probe] = {}  # of functions that no module has a name for yet, by their identity
-        self._pickling: list[functions.Undo] = []
+        self._pickling: list[profiled_functions.Undo] = []
         self._modules: dict[str, ModuleType] = {}
         self._lineages: dict[tuple[int, str], Lineage] = {}  # by identity of the class, and attribute
         self._lock = RLock()  # classes are defined on threads of the host
@@ -124,11 +124,11 @@ class Functions(Instrumentor):
         return {probe.target.label: probe.site for probe in self._probes}
 
     def find_sites(self, label: str) -> set[Site]:
-        verdicts = (targets.get(label) for targets in list(self._found.values()))
+        verdicts = (verdict_by_label.get(label) for verdict_by_label in list(self._found.values()))
         return {verdict.site for verdict in verdicts if verdict is not None and verdict.site is not None}
 
     def may_match(self, module_name: str) -> bool:
-        return module_name in functions.SEAMS or self.has_module_pattern(module_name)
+        return module_name in profiled_functions.SEAMS or self.has_module_pattern(module_name)
 
     def has_module_pattern(self, module_name: str) -> bool:
         return any(matches_pattern(text, module_name) for text in self._module_patterns)
@@ -139,16 +139,17 @@ class Functions(Instrumentor):
             return any(map(self.has_module_pattern, list_names_of_module(module))) and self._attach_to_targets(module)
 
     def _watch_handler_registrations(self, module: ModuleType) -> None:
-        if list_names_of_module(module)[0] in functions.SEAMS:
-            self._undos += functions.intercept_registrations(module, self._record_registered_handler)
+        if list_names_of_module(module)[0] in profiled_functions.SEAMS:
+            self._undos += profiled_functions.intercept_registrations(module, self._record_registered_handler)
 
     def _attach_to_targets(self, module: ModuleType) -> bool:
         self._modules[list_names_of_module(module)[-1]] = module
         attachable = list(self._pick_targets(self._find_targets(module)))
-        shared = [target for _, target in attachable if functions.count_other_references(target) > 0]
+        shared = [target for _, target in attachable if profiled_functions.count_other_references(target) > 0]
         names = find_names_in_modules(target.function for target in shared)
         ref_counts = [
-            (target, functions.count_other_references(target) - _count_aliases(target, names)) for target in shared
+            (target, profiled_functions.count_other_references(target) - _count_aliases(target, names))
+            for target in shared
         ]
         # A target's own module or class refers to it, too.
         counts = {
@@ -190,7 +191,7 @@ class Functions(Instrumentor):
                 for text in rule.match:
                     for name in _match_module_name(text, module):
                         target = Target(module, function.__name__, None, function, name, function.__qualname__)
-                        qualname = text.partition(":")[2].removesuffix(targets.SUBCLASSES)
+                        qualname = text.partition(":")[2].removesuffix(function_patterns.SUBCLASSES)
                         if matches_pattern(qualname, target.qualname) and not _is_excluded(rule, target):
                             selected[index, target.label] = target
             for index, target in list(self._pick_targets(selected)):
@@ -245,8 +246,8 @@ class Functions(Instrumentor):
         for index, rule in enumerate(self.rules):
             for text in rule.match:
                 for name in _match_module_name(text, module):
-                    things = list(targets.find_functions(module, text, name))
-                    if text.endswith(targets.SUBCLASSES):
+                    things = list(function_patterns.find_functions(module, text, name))
+                    if text.endswith(function_patterns.SUBCLASSES):
                         things += [thing for base_thing in things for thing in self._find_overrides(index, base_thing)]
                     selected.update(((index, thing.label), thing) for thing in things if not _is_excluded(rule, thing))
         return selected
@@ -262,7 +263,7 @@ class Functions(Instrumentor):
                     lineage.add_class(target.owner)
         self._wanting.setdefault(key, set()).add(index)
         for cls in self._lineages[key].overriding_classes():
-            yield from targets.find_override_targets(cls, thing.attribute)
+            yield from function_patterns.find_override_targets(cls, thing.attribute)
 
     def _attach_overrides_of_class(self, cls: type[Any]) -> None:
         with self._lock:
@@ -277,7 +278,7 @@ class Functions(Instrumentor):
                 for index, rule in enumerate(self.rules)
                 for lineage, wanting in lineages
                 if index in wanting and lineage.attribute in names
-                for thing in targets.find_override_targets(cls, lineage.attribute)
+                for thing in function_patterns.find_override_targets(cls, lineage.attribute)
                 if not _is_excluded(rule, thing)
             }
             for index, target in list(self._pick_targets(selected)):
@@ -293,7 +294,9 @@ class Functions(Instrumentor):
                 why = f"{self.rules[owner].text} has it"
             elif isinstance(framework := getattr(thing.function, "__instrument_framework__", None), str):
                 why = f"frameworks: {framework} has it"
-            elif (site := targets.read_own_site(thing.function) or self._find_wrapped_site(thing)) is not None:
+            elif (
+                site := function_patterns.read_own_site(thing.function) or self._find_wrapped_site(thing)
+            ) is not None:
                 ours = [probe.target.label for probe in self._probes if probe.wrapped is thing.function]
                 why = f"it is the same function as {ours[0]}" if ours else f"its own decorator names it {site.name!r}"
             # A class that inherits a function gets a probe of its own; a second name of the same owner does not.
@@ -307,7 +310,7 @@ class Functions(Instrumentor):
     def _find_wrapped_site(self, target: Target) -> Site | None:
         probes = {id(probe.wrapped): probe for probe in self._probes if probe.target.label == target.label}
         inner: Any = target.function
-        for _ in range(targets.INSIDE if probes else 0):
+        for _ in range(function_patterns.INSIDE if probes else 0):
             inner = (instance_dict(inner) or {}).get("__wrapped__")
             if id(inner) in probes:
                 return probes[id(inner)].site
@@ -324,7 +327,7 @@ class Functions(Instrumentor):
         name = target.fill_span_name(rule.name) if rule.name else target.span_name
         kind = self._find_span_kind(target.label, rule)
         options: Any = {"device": rule.device, "phase": rule.phase, "min_ns": rule.min_ns}
-        site = targets.make_site(target.function, name=name, kind=kind, **options)
+        site = function_patterns.make_site(target.function, name=name, kind=kind, **options)
         if rule.gen_ai:
             site = replace(site, attributes=(*site.attributes, (OPERATION, operation_of_route(""))))
         reader = make_call_reader(target.function, rule)
@@ -363,7 +366,7 @@ class Functions(Instrumentor):
 
     def _note_references(self, index: int, probe: Probe, users: Sequence[str]) -> None:
         if not self._pickling:
-            self._pickling.append(functions.keep_functions_picklable())
+            self._pickling.append(profiled_functions.keep_functions_picklable())
         they = "it" if len(users) == 1 else "them"
         why = f"{_describe_references(users)}, and calls through {they} are not recorded: "
         why += "use @profiled where it is defined, or a rule for a function that it calls"
@@ -398,14 +401,16 @@ class Functions(Instrumentor):
             return verdict
         overriding = [cls for cls in all_subclasses(owner) if attribute in type_namespace(cls)]
         labels = sorted(
-            targets.make_method_label(cls, attribute) for cls in overriding if not is_method_recorded(cls, attribute)
+            function_patterns.make_method_label(cls, attribute)
+            for cls in overriding
+            if not is_method_recorded(cls, attribute)
         )
         missed = [label for label in labels if not any(_matches_label(text, label) for text in rule.exclude)]
         if not missed:
             return verdict
         shown = ", ".join(missed[:3]) + (f" and {len(missed) - 3} more" if len(missed) > 3 else "")
         why = f"not seen: {shown}, which overrid{'es' if len(missed) == 1 else 'e'} it; "
-        why += f"{verdict.target}{targets.SUBCLASSES} takes subclasses, too"
+        why += f"{verdict.target}{function_patterns.SUBCLASSES} takes subclasses, too"
         return replace(verdict, state="partly", why="; ".join(filter(None, [verdict.why, why])))
 
     def _explain_missing_functions(self, rule: FunctionRule) -> Verdict:
@@ -428,12 +433,12 @@ class Functions(Instrumentor):
             why += " defined it where nobody looked; start the program with `instrument run -- script.py`, or use "
             why += "@profiled, or put it into a module of its own"
         else:
-            hints = (suggest_nearest(text, targets.list_labels(modules)) for text in rule.match)
+            hints = (suggest_nearest(text, function_patterns.list_labels(modules)) for text in rule.match)
             state, why = "not found", "matched no function" + next(filter(None, hints), "")
         return Verdict(rule.text, state, why=why)
 
     def _has_selected_functions(self, rule: FunctionRule, module: ModuleType) -> bool:
-        things = (thing for text in rule.match for thing in targets.find_functions(module, text))
+        things = (thing for text in rule.match for thing in function_patterns.find_functions(module, text))
         return any(isinstance(thing, Target) for thing in things)
 
 

@@ -1,5 +1,5 @@
 /* Wrappers as the service sees them: a wrapper has all attributes of its function, and differs only when it is called.
- * Hot: calls whose spans begin otherwise than in `_recorder_callables.h`. A part of `_recorder.c`. */
+ * Hot: calls whose spans begin otherwise than in `_recorder_calls.h`. A part of `_recorder.c`. */
 
 /* Return true if a call goes to the bare function. Count it if the function is muted. Return -1 with an exception of
  * the service set. */

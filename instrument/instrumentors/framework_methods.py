@@ -16,9 +16,9 @@ from pathlib import PurePath
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from instrument.instrumentors.functions import Instrumentor, replace_attribute
+from instrument.instrumentors.function_patterns import make_site
+from instrument.instrumentors.profiled_functions import Instrumentor, replace_attribute
 from instrument.instrumentors.references import loaded_modules, module_namespace
-from instrument.instrumentors.targets import make_site
 from instrument.instrumentors.torch_graphs import get_is_compiling
 from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
