@@ -17,8 +17,8 @@ from simulated_engine import ENGINE_THREAD, INCIDENTS, Lives, Service
 import instrument
 from instrument.cli import main
 from instrument.profile.model import FunctionRule, Profile, RequestKeys
-from instrument.recording.spans import BATCH_KEYS, KEY, Origin, Site, Span
-from instrument.report.causes import CAUSES, CauseTimes
+from instrument.recording.spans import BATCH_KEYS, HOST, KEY, Origin, Sample, Site, Span
+from instrument.report.causes import CAUSES, CauseTimes, measure_resource_wait
 from instrument.report.explanation import EXPLAINED, INCONCLUSIVE, TYPICAL, Explanation, RequestChoice, explain
 from instrument.report.view import Options, Recording
 from instrument.trace import file
@@ -52,6 +52,22 @@ def test_the_cause_of_a_slow_request_is_named_with_its_time_and_its_rows(inciden
     assert notes.get(incident, "") in lead.note
     assert {cause.name for cause in (*explanation.causes, *explanation.rivals)} <= set(CAUSES)
     assert min(cause.typical_ns for cause in (*explanation.causes, *explanation.rivals)) >= 0
+
+
+@pytest.mark.parametrize(
+    ("begin_s", "end_s", "wait_s"),
+    [(4.0, 4.1, 0.0), (5.2, 5.9, 0.4), (5.2, 5.3, 0.1), (4.5, 6.5, 0.4), (5.5, 5.5, 0.0)],
+    ids=["a usual reading", "half a reading", "a part of the wait", "parts of three readings", "no time"],
+)
+def test_waits_longer_than_usual_count_in_any_part_of_their_reading(
+    begin_s: float, end_s: float, wait_s: float
+) -> None:
+    percents = [20.0] * 5 + [60.0] + [20.0] * 4  # the sixth second has 0.4 s more than usual
+    readings = [Sample("cpu_wait", HOST, second * 10**9, value) for second, value in enumerate(percents, 1)]
+    facts = Trace(Origin(1, "engine", 0, 0), 0, 10**10, [])
+    interval = round(begin_s * 1e9), round(end_s * 1e9)
+    wait_ns = measure_resource_wait([readings], "processor contention", facts, *interval)
+    assert wait_ns == pytest.approx(wait_s * 1e9)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ _SERVED = [name for role in ("web", "server", "unrouted", "unmet", "queue") for 
 """The known packages that serve requests or jobs."""
 
 _FAMILIES = {
-    "functions": ("rules", "Functions", ""),  # its rules name their packages
+    "functions": ("function_rules", "Functions", ""),  # its rules name their packages
     # After functions: the span of a rule for a server's own function is within the request.
     "requests": (
         *("requests.server_hooks", "Requests"),
@@ -63,7 +63,11 @@ _FAMILIES = {
     "loaders": ("loaders", "Loaders", "torch"),
     "phases": ("training", "Phases", "torch"),
     "comm": ("training", "Comm", "torch"),
-    "frameworks": ("frameworks", "Frameworks", "jax keras onnxruntime sentence_transformers sklearn transformers"),
+    "frameworks": (
+        "framework_methods",
+        "Frameworks",
+        "jax keras onnxruntime sentence_transformers sklearn transformers",
+    ),
     "logs": ("requests.propagation", "LogRecords", "logging structlog"),
     "startup": ("startup", "StartupWatch", "torch safetensors transformers onnxruntime keras joblib"),
 }

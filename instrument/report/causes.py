@@ -438,10 +438,14 @@ def read_host_gauges(facts: Trace, threads: Collection[int] | None = None) -> li
 
 def measure_resource_wait(
     gauges: Sequence[Sequence[Sample]], cause: str, facts: Trace, begin_ns: int, end_ns: int
-) -> tuple[float, float] | None:
-    """Return the time in ns for which threads waited in an interval, and the median of the gauge as a ratio. Both
-    are from the host or the process, whichever waited longest. Return None without readings of the gauge."""
-    results = []
+) -> float | None:
+    """Return the time in ns for which threads waited longer than usual in an interval.
+
+    A reading is the mean since the reading before. Its excess over the median reading may lie in any part of that time.
+    Therefore, the interval gets all of it, up to its own length. The result is that of the host or the process,
+    whichever waited longest. Return None without readings of the gauge.
+    """
+    waits_ns = []
     for samples in gauges:
         readings = [sample for sample in samples if sample.name == PRESSURES[cause] and sample.value is not None]
         if len(readings) < 2:
@@ -451,5 +455,6 @@ def measure_resource_wait(
         firsts = np.append([facts.start_ns], at_ns[:-1])
         meets = (firsts < end_ns) & (at_ns > begin_ns)
         if meets.any():
-            results.append((float((ratios * (at_ns - firsts))[meets].sum()), float(np.median(ratios))))
-    return max(results, default=None)
+            excess_ns = ((ratios - np.median(ratios)) * (at_ns - firsts))[meets].sum()
+            waits_ns.append(float(np.clip(excess_ns, 0, end_ns - begin_ns)))
+    return max(waits_ns, default=None)

@@ -327,9 +327,9 @@ class _Evidence:
         open_share = float(walls[places].mean()) / max(end_ns - begin_ns, 1)  # a pressure meets all
         gauges, self._pressure_ns = read_host_gauges(recording.trace, times.find_threads(places)), dict[str, float]()
         for cause in listed.PRESSURES:
-            if pressure := measure_resource_wait(gauges, cause, recording.trace, begin_ns, end_ns):
-                waited_ns, usual_share = pressure
-                self._pressure_ns[cause] = max(waited_ns - usual_share * (end_ns - begin_ns), 0.0) * open_share
+            wait_ns = measure_resource_wait(gauges, cause, recording.trace, begin_ns, end_ns)
+            if wait_ns is not None:
+                self._pressure_ns[cause] = wait_ns * open_share
         begins = trace.start_ns[rows]
         first, last = np.searchsorted(begins, arrivals, side="right").tolist()
         self._arrival_ns, self._arrived_rows = arrivals[1] - arrivals[0], rows[first:last]
