@@ -12,8 +12,8 @@ import pytest
 from readback import spans_in
 from trees import outline, tree
 
-from instrument.instrumentors.framework_methods import ONNXRUNTIME as MODULE
-from instrument.instrumentors.framework_methods import ONNXRUNTIME_METHODS as METHODS
+from instrument.instrumentors.framework_calls import ONNXRUNTIME as MODULE
+from instrument.instrumentors.framework_calls import ONNXRUNTIME_METHODS as METHODS
 from instrument.instrumentors.selection import Selection
 from instrument.recorder.recorder import Recorder
 

@@ -147,10 +147,8 @@ class Functions(Instrumentor):
         attachable = list(self._pick_targets(self._find_targets(module)))
         shared = [target for _, target in attachable if profiled_functions.count_other_references(target) > 0]
         names = find_names_in_modules(target.function for target in shared)
-        ref_counts = [
-            (target, profiled_functions.count_other_references(target) - _count_aliases(target, names))
-            for target in shared
-        ]
+        count = profiled_functions.count_other_references
+        ref_counts = [(target, count(target) - _count_aliases(target, names)) for target in shared]
         # A target's own module or class refers to it, too.
         counts = {
             id(thing.function): count + 1 + (thing.raw is thing.function) for thing, count in ref_counts if count > 0
@@ -294,9 +292,7 @@ class Functions(Instrumentor):
                 why = f"{self.rules[owner].text} has it"
             elif isinstance(framework := getattr(thing.function, "__instrument_framework__", None), str):
                 why = f"frameworks: {framework} has it"
-            elif (
-                site := function_patterns.read_own_site(thing.function) or self._find_wrapped_site(thing)
-            ) is not None:
+            elif site := function_patterns.read_own_site(thing.function) or self._find_wrapped_site(thing):
                 ours = [probe.target.label for probe in self._probes if probe.wrapped is thing.function]
                 why = f"it is the same function as {ours[0]}" if ours else f"its own decorator names it {site.name!r}"
             # A class that inherits a function gets a probe of its own; a second name of the same owner does not.

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from instrument.instrumentors.framework_methods import Observer
+from instrument.instrumentors.framework_calls import Observer
 from instrument.instrumentors.function_patterns import make_site
 from instrument.instrumentors.layer_paths import Paths
 from instrument.instrumentors.layers import Layers

@@ -63,11 +63,7 @@ _FAMILIES = {
     "loaders": ("loaders", "Loaders", "torch"),
     "phases": ("training", "Phases", "torch"),
     "comm": ("training", "Comm", "torch"),
-    "frameworks": (
-        "framework_methods",
-        "Frameworks",
-        "jax keras onnxruntime sentence_transformers sklearn transformers",
-    ),
+    "frameworks": ("framework_calls", "Frameworks", "jax keras onnxruntime sentence_transformers sklearn transformers"),
     "logs": ("requests.propagation", "LogRecords", "logging structlog"),
     "startup": ("startup", "StartupWatch", "torch safetensors transformers onnxruntime keras joblib"),
 }
