@@ -60,10 +60,10 @@ def test_a_state_without_room_leaves_the_one_before(place: ExportCheckpoint) -> 
 def test_a_meter_that_goes_on_reports_what_the_one_before_had_counted(make_recorder: Any) -> None:
     recorder = make_recorder()
     first = Meter(recorder, 7)
-    one = first.snapshot(requests=True, marks=(), losses={"spans": 1}, costs_ns={"probes": 2e9}, queued={})
+    one = first.snapshot(requests=True, losses={"spans": 1}, costs_ns={"probes": 2e9}, queued={})
     later = Meter(recorder, 9)
     later.restore(first.state())
-    other = later.snapshot(requests=True, marks=(), losses={}, costs_ns={}, queued={})
+    other = later.snapshot(requests=True, losses={}, costs_ns={}, queued={})
     assert (other.start_ns, [(metric.name, metric.series) for metric in other.metrics]) == (
         one.start_ns,
         [(metric.name, metric.series) for metric in one.metrics],

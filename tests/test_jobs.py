@@ -111,7 +111,7 @@ def test_a_job_of_rq_is_a_request(session: Session) -> None:
     assert dict(done.site.attributes)["messaging.destination.name"] == "images"
     meter = Meter(RECORDER, 0)
     meter.count_requests(rows_in())
-    snapshot = meter.snapshot(requests=False, marks=(), losses={}, costs_ns={}, queued={})
+    snapshot = meter.snapshot(requests=False, losses={}, costs_ns={}, queued={})
     (metric,) = (metric for metric in snapshot.metrics if metric.name == QUEUE_TIME.name)
     assert sorted(dict(labels).get("error.type", "") for labels in metric.series) == ["", "ZeroDivisionError"]
 

@@ -656,6 +656,18 @@ def test_calls_count_on_after_reloads_that_take_a_rule_away_and_bring_it_back(re
         assert point.count == sum(point.positive.bucket_counts) + point.zero_count == 17
 
 
+def test_calls_before_a_reload_that_takes_all_rules_away_are_reported(restored: None) -> None:
+    with collecting(take) as server:
+        session = instrument.start(profile(url(server), RULES))
+        assert session is not None
+        assert instrument.flush(60) is not None  # the rules have been seen
+        for _ in range(10):
+            work()
+        session.reload(profile(url(server)))
+        instrument.stop()
+        assert [point.count for point in newest(server.metrics, CALLS).values()] == [10]
+
+
 def test_calls_within_calls_count_and_the_sum_is_no_less_than_its_buckets(restored: None) -> None:
     with collecting(take) as server:
         instrument.start(profile(url(server), RULES))

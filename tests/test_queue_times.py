@@ -251,7 +251,7 @@ def meter_of(*generations: str) -> Meter:
 
 
 def metrics_of(meter: Meter) -> list[Metric]:
-    return [*meter.snapshot(requests=False, marks=(), losses={}, costs_ns={}, queued={}).metrics]
+    return [*meter.snapshot(requests=False, losses={}, costs_ns={}, queued={}).metrics]
 
 
 def test_requests_are_reported_by_route_and_by_what_they_say_of_what_is_generated() -> None:

@@ -421,22 +421,20 @@ def combined_report(
 
 def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
     """Merge recordings into the file `into`, which has a bounded size. Remove the merged files that are in the same
-    folder as `into`."""
+    folder as `into`. Files that cannot be read remain."""
     from instrument.errors import TraceError
     from instrument.trace import file
     from instrument.trace.merge import fold_recordings
 
-    read, unread = [], 0
+    saved_by_path = {}
     for path in paths:
-        try:
-            read.append(file.load(path))
-        except TraceError:
-            unread += 1
-    if not read:
+        with suppress(TraceError):
+            saved_by_path[path] = file.load(path)
+    if not saved_by_path:
         raise TraceError(f"none of {len(paths)} recordings can be read")
-    saved = fold_recordings(read)
+    saved = fold_recordings([*saved_by_path.values()])
     file.dump(into, saved.trace, saved.read_or_count_totals())
-    for read_path in map(Path, paths):
+    for read_path in map(Path, saved_by_path):
         if read_path.parent == Path(into).parent:
             read_path.unlink()
-    return {"path": into, "unread": unread}
+    return {"path": into, "unread": len(paths) - len(saved_by_path)}

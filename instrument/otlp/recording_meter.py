@@ -130,6 +130,7 @@ class Metering:
     def change_facts(self, facts: ExportFacts) -> None:
         self._facts = facts
         self._meter.generations = facts.metered.routes
+        self._meter.marks.update(facts.metered.calls)
         self._meter.by, self._meter.at_most = facts.metered.by, facts.metered.at_most
         self._meter.groups = GROUPS.setdefault((self._service, facts.metered.by), set())
         self._meter.watches = facts.metered.watches
@@ -211,7 +212,6 @@ class Metering:
             return Snapshot(facts.start_ns, time.monotonic_ns(), numbers) if numbers else None
         snapshot = self._meter.snapshot(
             requests=facts.requests,
-            marks=facts.calls,
             losses={**NO_LOSSES, **facts.losses, **losses_by_name(self._fates)},
             costs_ns=facts.costs_ns,
             queued=facts.queued,

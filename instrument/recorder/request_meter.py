@@ -74,7 +74,7 @@ class _Counts:
     histograms: Mapping[str, list[tuple[Labels, Distribution]]]
     met: Mapping[str, Mapping[int, int]]
     endpoints: list[Labels]
-    asked_for: set[str]
+    marks: set[str]
     counters: list[tuple[tuple[str, str], float]]
 
 
@@ -110,7 +110,8 @@ class Meter:
         """The number of counted requests per histogram bucket, by span name."""
         self._endpoints: dict[Labels, None] = {}
         self._active: dict[Labels, int] = {}
-        self._asked_for: set[str] = set()
+        self.marks: set[str] = set()
+        """The functions that have metrics, or had them before a reload."""
         self._counters: dict[tuple[str, str], float] = {}
         self.groups = set[str]()
 
@@ -251,15 +252,12 @@ class Meter:
 
     # ---------------------------------------------------------------- calls of functions
 
-    def _count_calls(self, marks: Collection[str]) -> None:
-        """Count the calls of functions with `marks` from the running totals. Earlier marks remain valid."""
-        self._asked_for.update(marks)
-        if not marks:
+    def _count_calls(self) -> None:
+        if not self.marks:
             return
-        totals = self._read_metered_totals(self._asked_for)
-        asked_for, tree = self._asked_for, totals.tree
-        of_sites = zip(tree.map_sites(_call_labels), tree.map_sites(make_site_id), strict=True)
-        of_labels = totals.lines_by_key([labels if mark in asked_for else () for labels, mark in of_sites])
+        totals = self._read_metered_totals(self.marks)
+        of_sites = zip(totals.tree.map_sites(_call_labels), totals.tree.map_sites(make_site_id), strict=True)
+        of_labels = totals.lines_by_key([labels if mark in self.marks else () for labels, mark in of_sites])
         lines_by_place: dict[Labels, list[int]] = {}
         for labels, lines in of_labels.items():
             lines_by_place.setdefault(self._histograms.limit_series(CALL_DURATION.name, labels), []).extend(lines)
@@ -275,7 +273,7 @@ class Meter:
         import msgspec
 
         counts = _Counts(
-            self._start_ns, self._histograms.state(), self._met, [*self._endpoints], self._asked_for,
+            self._start_ns, self._histograms.state(), self._met, [*self._endpoints], self.marks,
             [*self._counters.items()],
         )  # fmt: skip
         return cast("dict[str, Any]", msgspec.to_builtins(counts, enc_hook=int))
@@ -287,7 +285,7 @@ class Meter:
         counts = msgspec.convert(state, _Counts, strict=False)
         self._start_ns, self._histograms = counts.start_ns, Histograms.from_state(counts.histograms)
         self._met = {name: Counter(buckets) for name, buckets in counts.met.items()}
-        self._endpoints, self._asked_for = dict.fromkeys(counts.endpoints), counts.asked_for
+        self._endpoints, self.marks = dict.fromkeys(counts.endpoints), counts.marks
         self._counters = dict(counts.counters)
         requests = [*self._histograms.series(HTTP_DURATION.name), *self._histograms.series(RPC_DURATION.name)]
         values = (value for labels in requests for name, value in labels if name == self.by)
@@ -299,7 +297,6 @@ class Meter:
         self,
         *,
         requests: bool,
-        marks: Collection[str],
         losses: Mapping[str, int],
         costs_ns: Mapping[str, float],
         queued: Mapping[str, int],
@@ -307,10 +304,9 @@ class Meter:
         """Return all current metrics.
 
         - `requests`: True if requests are recorded
-        - `marks`: the functions that have metrics
         - `losses`, `costs_ns`, `queued`: losses by reason, times by component, and tasks by executor
         """
-        self._count_calls(marks)
+        self._count_calls()
         always = [HTTP_DURATION] if requests else []
         always += [REQUEST_DURATION, FIRST_TOKEN, OUTPUT_TOKEN] if self.generations or self.watches else []
         metrics = [
