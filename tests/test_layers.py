@@ -14,7 +14,7 @@ from readback import spans_in
 from trees import outline, tree
 
 import instrument
-from instrument.instrumentors.layer_paths import VAIN_WALKS
+from instrument.instrumentors.layer_selection import VAIN_WALKS
 from instrument.instrumentors.layers import Layers
 from instrument.instrumentors.work import ModuleWork
 from instrument.profile.keys import loads

@@ -26,7 +26,7 @@ from instrument.instrumentors import selection
 from instrument.instrumentors.known_packages import FAMILIES, packages_to_await, selectable_packages
 from instrument.profile import shared_profile
 from instrument.profile.keys import load, loads
-from instrument.runtime import cheap_start
+from instrument.runtime import lazy_imports
 from instrument.sessions import autostart
 
 SITECUSTOMIZE = Path(autostart.__file__).with_name("sitecustomize.py")
@@ -183,9 +183,9 @@ def test_a_small_dataclass_is_as_one_of_the_standard_library(options: dict[str, 
         return decorate(**options)(Fact)
 
     told = []
-    for decorate in (cheap_start.dataclass, dataclasses.dataclass):
+    for decorate in (lazy_imports.dataclass, dataclasses.dataclass):
         kind = made(decorate)
-        firsts = [kind("a", size=1) for _ in range(cheap_start.CALLS_BEFORE_COMPILING + 1)]
+        firsts = [kind("a", size=1) for _ in range(lazy_imports.CALLS_BEFORE_COMPILING + 1)]
         one = firsts[0]
         assert {repr(first) for first in firsts} == {repr(one)}
         same, other = kind("a", [1], 1), dataclasses.replace(one, name="b")
@@ -224,7 +224,7 @@ def test_a_cheap_named_tuple_is_as_one_of_the_standard_library() -> None:
         facts = [
             part,
             repr(part),
-            [Part(f"{number}") for number in range(cheap_start.CALLS_BEFORE_COMPILING + 1)],
+            [Part(f"{number}") for number in range(lazy_imports.CALLS_BEFORE_COMPILING + 1)],
             Part._fields,
             Part.__match_args__,
             part._asdict(),
@@ -242,7 +242,7 @@ def test_a_cheap_named_tuple_is_as_one_of_the_standard_library() -> None:
             part._replace(other=1)
         return facts
 
-    assert facts_of(cheap_start.NamedTuple) == facts_of(NamedTuple)
+    assert facts_of(lazy_imports.NamedTuple) == facts_of(NamedTuple)
 
 
 def test_every_profile_is_handed_down_whole(tmp_path: Path) -> None:

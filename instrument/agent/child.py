@@ -25,7 +25,7 @@ from instrument.agent import end_reports
 from instrument.agent.loop import Connection
 from instrument.agent.processes import Process
 from instrument.runtime import agent_socket
-from instrument.runtime.cheap_start import dataclass, field
+from instrument.runtime.lazy_imports import dataclass, field
 
 MOST_CHILDREN = 2
 JOB_LIMIT_S = 60

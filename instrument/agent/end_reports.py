@@ -21,8 +21,8 @@ from instrument.agent import crash_capture, processes
 from instrument.agent.causes_of_end import describe_end, describe_vanishing
 from instrument.agent.processes import EXITED, VANISHED, Process, Run
 from instrument.runtime import agent_socket, file_writing
-from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.environment import PROC
+from instrument.runtime.lazy_imports import NamedTuple
 
 SYSTEM_LOG = Path("/dev/log")
 

@@ -28,8 +28,8 @@ from instrument.recording.memory import GaugePlace
 from instrument.recording.metric_definitions import GAUGES
 from instrument.recording.spans import Origin, Sample
 from instrument.runtime import agent_socket
-from instrument.runtime.cheap_start import LazyModule, asdict
 from instrument.runtime.faults import logger
+from instrument.runtime.lazy_imports import LazyModule, asdict
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import TIMEOUT_MAX, Empty, SimpleQueue
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from instrument.runtime import agent_socket
-from instrument.runtime.cheap_start import dataclass
+from instrument.runtime.lazy_imports import dataclass
 
 MOST_WAITING_PACKETS = 1024
 """The maximum number of unsent packets per connection. A connection with more is closed."""

@@ -23,8 +23,8 @@ from instrument import clock
 from instrument.agent.loop import Connection
 from instrument.recording.memory_layout import RecordingHead
 from instrument.runtime import agent_socket, environment, file_writing
-from instrument.runtime.cheap_start import dataclass, field
 from instrument.runtime.environment import PROC
+from instrument.runtime.lazy_imports import dataclass, field
 
 _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
 """The `ioctl` request on a pidfd, and its flag that asks for the exit status (linux/pidfd.h, since Linux 6.15)."""

@@ -18,8 +18,8 @@ from typing import Any
 from instrument.agent.loop import EventLoop
 from instrument.agent.processes import Process
 from instrument.runtime import agent_socket, environment
-from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.environment import PROC
+from instrument.runtime.lazy_imports import dataclass
 
 LOOK_S = 1.0
 """Seconds between two searches for processes without a session. A process that ends earlier may be missed."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from instrument.errors import InstrumentError
 from instrument.native import OFF
-from instrument.runtime.cheap_start import NamedTuple, late_pattern
+from instrument.runtime.lazy_imports import NamedTuple, late_pattern
 
 if TYPE_CHECKING:
     import subprocess

@@ -30,8 +30,8 @@ from instrument.profile.presets import PRESETS
 from instrument.profile.values import SERVICE
 from instrument.recording import board
 from instrument.runtime import agent_socket, environment
-from instrument.runtime.cheap_start import late_patterns, replace
 from instrument.runtime.environment import CHECK_FOLDER
+from instrument.runtime.lazy_imports import late_patterns, replace
 from instrument.sessions import autostart
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from instrument.device.cuda import Reading
-from instrument.runtime.cheap_start import NamedTuple
+from instrument.runtime.lazy_imports import NamedTuple
 
 BURST = 5
 POLLS = 200

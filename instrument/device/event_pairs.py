@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from instrument.device.clock_anchors import RESOLUTION_NS, Ahead, AnchoredMoment, Anchors
 from instrument.device.cuda import Stream
 from instrument.device.torch_events import Driver
-from instrument.runtime.cheap_start import NamedTuple
+from instrument.runtime.lazy_imports import NamedTuple
 
 STREAMS_KNOWN = 1024
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from instrument.recording.spans import Gpu
-from instrument.runtime.cheap_start import dataclass, field
+from instrument.runtime.lazy_imports import dataclass, field
 
 LIBRARY = "libnvidia-ml.so.1"
 

@@ -19,7 +19,7 @@ from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.memory import LABELS, IntervalRing
 from instrument.recording.spans import NO_DEVICE_TIME, Site
 from instrument.runtime import imports
-from instrument.runtime.cheap_start import LazyModule
+from instrument.runtime.lazy_imports import LazyModule
 
 if TYPE_CHECKING:
     from instrument.device import cuda

@@ -22,7 +22,7 @@ from itertools import islice
 from types import FunctionType, MemberDescriptorType
 from typing import Any, TypeGuard
 
-from instrument.instrumentors.arguments import RETURN
+from instrument.instrumentors.call_values import RETURN
 from instrument.instrumentors.references import instance_dict, type_namespace
 from instrument.recorder.attribute_checks import encode_key
 from instrument.recorder.wrapping import Attributes, Results

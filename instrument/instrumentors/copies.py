@@ -21,8 +21,8 @@ from instrument.profile.model import DEVICE_DIRECTIONS, DIRECTIONS, CopyRule
 from instrument.recorder.recorder import RECORDER, Recorder, stream_handle
 from instrument.recording.memory_layout import STREAM
 from instrument.recording.spans import Site, Work
-from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy_imports import NamedTuple
 
 
 class Transfer(NamedTuple):

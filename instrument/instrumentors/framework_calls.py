@@ -24,8 +24,8 @@ from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FrameworkRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import AttributeValue, Site
-from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy_imports import NamedTuple
 
 if TYPE_CHECKING:
     from instrument.instrumentors.layers import Layers

@@ -32,7 +32,7 @@ from instrument.instrumentors.references import (
     type_namespace,
 )
 from instrument.recording.spans import Site
-from instrument.runtime.cheap_start import NamedTuple, dataclass, field, late_pattern
+from instrument.runtime.lazy_imports import NamedTuple, dataclass, field, late_pattern
 from instrument.runtime.main_module import list_names_of_module
 
 Put = Callable[[Any], Any]

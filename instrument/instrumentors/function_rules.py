@@ -33,8 +33,8 @@ from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.metric_definitions import OPERATION, operation_of_route
 from instrument.recording.spans import Site
-from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy_imports import replace
 from instrument.runtime.main_module import MAINS, is_main_module, list_names_of_module, script_name
 from instrument.runtime.unpatched import RLock
 

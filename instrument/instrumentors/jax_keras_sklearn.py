@@ -21,7 +21,7 @@ from typing import Any
 
 from instrument.instrumentors.framework_calls import Observer
 from instrument.instrumentors.function_patterns import make_site
-from instrument.instrumentors.layer_paths import Paths
+from instrument.instrumentors.layer_selection import Paths
 from instrument.instrumentors.layers import Layers
 from instrument.instrumentors.lineages import all_subclasses, watch_subclasses
 from instrument.instrumentors.loaders import StandIn

@@ -11,7 +11,7 @@ from typing import Any
 
 from instrument.profile.model import Profile
 from instrument.profile.presets import ENGINES
-from instrument.runtime.cheap_start import NamedTuple, replace
+from instrument.runtime.lazy_imports import NamedTuple, replace
 
 _PACKAGES = {
     "web": "starlette litestar flask quart django falcon bottle blacksheep aiohttp.web tornado.web fastapi",

@@ -12,7 +12,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from instrument.instrumentors.function_patterns import make_site, matches_pattern
-from instrument.instrumentors.layer_paths import (
+from instrument.instrumentors.layer_selection import (
     DYNAMO,
     Paths,
     Regions,
@@ -30,8 +30,8 @@ from instrument.profile.model import LayerRule
 from instrument.recorder import wrapping
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
-from instrument.runtime.cheap_start import replace as replace_fields
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy_imports import replace as replace_fields
 
 
 class Layers(Instrumentor):

@@ -22,7 +22,7 @@ from instrument.recorder.recorder import REQUEST, STEP, Recorder
 from instrument.recording.memory_layout import END_NS, START_NS, unpack_rows
 from instrument.recording.spans import Site
 from instrument.runtime import agent_socket, file_writing
-from instrument.runtime.cheap_start import NamedTuple
+from instrument.runtime.lazy_imports import NamedTuple
 
 AMONG = 1.3
 """The assumed ratio of a span's cost in a service to the cost in a loop that contains nothing else."""

@@ -19,7 +19,7 @@ from traceback import walk_stack
 from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
-from instrument.runtime.cheap_start import NamedTuple
+from instrument.runtime.lazy_imports import NamedTuple
 from instrument.runtime.main_module import MAINS, find_spawned_namespace
 
 DEPTH = 4

@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 from instrument import native
-from instrument.instrumentors.arguments import (
+from instrument.instrumentors.call_values import (
     LEFT_OUT,
     READERS,
     RESULT,
@@ -54,8 +54,8 @@ from instrument.recording.spans import (
     KEY_LIMIT,
     AttributeValue,
 )
-from instrument.runtime.cheap_start import NamedTuple, replace
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy_imports import NamedTuple, replace
 
 EACH = "[]"
 FACTS_OF_REQUEST = 2

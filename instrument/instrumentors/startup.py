@@ -22,7 +22,7 @@ from instrument.instrumentors.verdict import Verdict
 from instrument.profile.model import FunctionRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import ImportTime, Site
-from instrument.runtime.cheap_start import dataclass, field, replace
+from instrument.runtime.lazy_imports import dataclass, field, replace
 from instrument.runtime.unpatched import Lock
 
 _DYNAMO = "torch._dynamo.callback"

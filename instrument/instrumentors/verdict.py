@@ -13,7 +13,7 @@ from typing import Any
 from instrument.profile.model import Profile
 from instrument.recording import board
 from instrument.recording.spans import Site
-from instrument.runtime.cheap_start import dataclass, field, replace
+from instrument.runtime.lazy_imports import dataclass, field, replace
 
 STATES: Mapping[str, str] = {
     "attached": "its calls are recorded",

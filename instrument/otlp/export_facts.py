@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from instrument.profile.model import Capture, Otlp
-from instrument.runtime.cheap_start import LazyModule, asdict, dataclass, field
+from instrument.runtime.lazy_imports import LazyModule, asdict, dataclass, field
 
 if TYPE_CHECKING:
     import numpy as np

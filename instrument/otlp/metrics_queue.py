@@ -19,8 +19,8 @@ from instrument.otlp.senders import Response
 from instrument.recording.distributions import Distribution, Labels, Metric, Snapshot
 from instrument.recording.metric_definitions import COUNTER, GAUGE, GAUGES, HISTOGRAM, MetricDefinition
 from instrument.recording.spans import HOST, Gpu, Origin, Sample
-from instrument.runtime.cheap_start import dataclass, field, replace
 from instrument.runtime.environment import METRICS_EXPORTER, TEMPORALITY
+from instrument.runtime.lazy_imports import dataclass, field, replace
 from instrument.runtime.unpatched import Lock
 
 DELTAS = {"cumulative": (), "delta": (COUNTER, HISTOGRAM), "lowmemory": (HISTOGRAM,)}

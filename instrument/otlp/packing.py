@@ -19,7 +19,7 @@ from typing import NamedTuple
 from instrument.recording.distributions import Distribution, Exemplar, bucket_middle
 from instrument.recording.spans import ERROR_TYPE, STATUS_CODE, STATUS_DESCRIPTION, Site, Span
 from instrument.recording.trace_context import LINK, LINK_REMOTE, LINK_STATE, LINK_TRACE_ID, LinkedSpan, parse_parent
-from instrument.runtime.cheap_start import dataclass, field
+from instrument.runtime.lazy_imports import dataclass, field
 
 SCOPE = "instrument"
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.45.0"

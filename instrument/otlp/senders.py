@@ -22,8 +22,8 @@ from instrument.otlp.packing import Series, pack_metric
 from instrument.otlp.sockets import TcpConnection, Timed, TlsConnection, find_proxy, require_time_left, tls_context
 from instrument.profile.document import without_secrets
 from instrument.recording.metric_definitions import NAMESPACE
-from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.file_writing import compressor
+from instrument.runtime.lazy_imports import dataclass
 
 if TYPE_CHECKING:
     from http.client import HTTPResponse

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from instrument.profile.document import without_secrets
-from instrument.runtime.cheap_start import dataclass, field
 from instrument.runtime.faults import logger
+from instrument.runtime.lazy_imports import dataclass, field
 from instrument.runtime.unpatched import connect
 
 if TYPE_CHECKING:

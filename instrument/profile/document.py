@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from instrument.errors import ProfileError
-from instrument.runtime.cheap_start import dataclass, field, late_pattern, replace
+from instrument.runtime.lazy_imports import dataclass, field, late_pattern, replace
 
 if TYPE_CHECKING:
     import yaml

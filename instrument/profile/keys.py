@@ -44,8 +44,8 @@ from instrument.profile.values import (
     split_patterns,
     traces_url,
 )
-from instrument.runtime.cheap_start import dataclass, fields_of, replace
 from instrument.runtime.environment import user_settings
+from instrument.runtime.lazy_imports import dataclass, fields_of, replace
 
 
 def load(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None) -> model.Profile:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from instrument.runtime.cheap_start import dataclass, field, fields_of
+from instrument.runtime.lazy_imports import dataclass, field, fields_of
 
 KINDS: tuple[str, ...] = ("request", "step", "op", "layer", "phase", "copy", "loader", "comm", "user")
 
@@ -109,7 +109,7 @@ class RequestKeys:
     """The path (`argument`) to a request's key, or to the keys of a batch, in the arguments of a call.
 
     `weights` is the path to the weights of a batch's members. Matches of the regular expression `cut` are removed from
-    keys. The module `instrument.instrumentors.arguments` explains paths.
+    keys. The module `instrument.instrumentors.call_values` explains paths.
     """
 
     argument: str

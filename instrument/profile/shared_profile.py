@@ -15,8 +15,8 @@ from typing import Any
 from instrument.profile import model
 from instrument.profile.model import Profile
 from instrument.runtime import file_writing
-from instrument.runtime.cheap_start import fields_of, replace
 from instrument.runtime.environment import user_settings
+from instrument.runtime.lazy_imports import fields_of, replace
 
 NAME = "profile"
 """The name of the file with the parsed profile, in a run's folder."""

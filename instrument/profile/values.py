@@ -29,8 +29,8 @@ from instrument.profile.document import (
     with_schema,
 )
 from instrument.profile.model import COMPRESSIONS, PROTOCOLS, Capture, PercentileThreshold, Profile, Rate, Where
-from instrument.runtime.cheap_start import late_pattern, replace
 from instrument.runtime.environment import measure_usable_memory_bytes
+from instrument.runtime.lazy_imports import late_pattern, replace
 
 DURATION_UNITS: Mapping[str, int] = {
     "ns": 1, "us": 1_000, "ms": 1_000_000, "s": 10**9, "m": 60 * 10**9, "h": 3600 * 10**9,

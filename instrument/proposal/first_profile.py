@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from instrument.instrumentors.argument_watch import ID, SeenPath
-from instrument.instrumentors.arguments import RETURN
+from instrument.instrumentors.call_values import RETURN
 from instrument.instrumentors.known_packages import filter_packages_by_role, find_presets
 from instrument.profile.keys import load
 from instrument.profile.presets import preset_path

@@ -29,7 +29,7 @@ from instrument.recording.spans import (
     AttributeValue,
     Site,
 )
-from instrument.runtime.cheap_start import replace
+from instrument.runtime.lazy_imports import replace
 
 MOST_NAMES_PER_SITE = 256
 """The maximum number of new names for the spans of a site."""

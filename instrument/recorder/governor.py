@@ -16,7 +16,7 @@ from datetime import datetime
 
 from instrument.recorder.recorder import STEP, Recorder
 from instrument.recording.spans import Site
-from instrument.runtime.cheap_start import dataclass
+from instrument.runtime.lazy_imports import dataclass
 
 STEP_NS = 10**9
 """The ns between two comparisons of recording's cost with the budget."""

@@ -34,8 +34,8 @@ from instrument.recording.trace_context import (
     make_link_attributes,
     parse_parent,
 )
-from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy_imports import LazyModule
 from instrument.runtime.threads import own_thread_name
 from instrument.runtime.unpatched import RLock
 

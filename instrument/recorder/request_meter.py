@@ -54,7 +54,7 @@ from instrument.recording.metric_definitions import (
     token_times,
 )
 from instrument.recording.spans import BATCH_KEYS, FIRST_ITEM, OUTCOME, TIME_IN_QUEUE, Site, Span
-from instrument.runtime.cheap_start import dataclass, late_pattern
+from instrument.runtime.lazy_imports import dataclass, late_pattern
 
 if TYPE_CHECKING:
     from instrument.recording.paths import CallTree

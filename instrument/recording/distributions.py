@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from instrument.runtime.cheap_start import dataclass, field, replace
+from instrument.runtime.lazy_imports import dataclass, field, replace
 
 
 def bucket_of(value_ns: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from instrument.recording import memory_layout as layout
 from instrument.recording.memory_layout import EXPORT, Claim, RecordingHead
-from instrument.runtime.cheap_start import dataclass, field
+from instrument.runtime.lazy_imports import dataclass, field
 
 EXPORT_COUNTERS = (
     "seen", "intervals", "missed", "untimed",

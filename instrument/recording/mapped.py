@@ -40,7 +40,7 @@ from instrument.recording.metric_definitions import GAUGES, Cell, make_samples, 
 from instrument.recording.paths import CallTree
 from instrument.recording.spans import HOST, Sample, Site
 from instrument.recording.tally import LARGEST, SUMS, TOTALS, Tally, Totals, make_buckets
-from instrument.runtime.cheap_start import NamedTuple
+from instrument.runtime.lazy_imports import NamedTuple
 
 LARGEST_BYTES = 1 << 40
 """The maximum size of a recording in bytes. A larger one counts as damaged."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instrument.recording.spans import Gpu, Site, storable_fields
-from instrument.runtime.cheap_start import NamedTuple
+from instrument.runtime.lazy_imports import NamedTuple
 
 Records = NDArray[np.void]
 Fact = TypeVar("Fact", dict[str, Any], list[Any])

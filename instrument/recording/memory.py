@@ -24,7 +24,7 @@ from instrument.recording.memory_layout import GAUGES as CLAIMED
 from instrument.recording.memory_layout import Claim, RecordingHead, duplicate_descriptor, read_generation
 from instrument.recording.spans import Sample
 from instrument.runtime import file_writing
-from instrument.runtime.cheap_start import NamedTuple
+from instrument.runtime.lazy_imports import NamedTuple
 
 MFD_NOEXEC_SEAL = 8
 """The `memfd_create` flag for a file that cannot be executed. Some systems require this flag."""

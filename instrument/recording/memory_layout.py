@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, Final
 
-from instrument.runtime.cheap_start import NamedTuple
+from instrument.runtime.lazy_imports import NamedTuple
 
 EXPORT, GAUGES = 0, 1
 """The numbers of the two claims on a recording: to export it, and to write gauges into it."""

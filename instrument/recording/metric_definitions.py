@@ -13,7 +13,7 @@ from math import ldexp
 from typing import TYPE_CHECKING, Any
 
 from instrument.recording.spans import FIRST_ITEM, HOST, ITEMS, LAST_ITEM, Sample
-from instrument.runtime.cheap_start import LazyModule, NamedTuple, dataclass
+from instrument.runtime.lazy_imports import LazyModule, NamedTuple, dataclass
 
 if TYPE_CHECKING:
     from instrument.recording import distributions

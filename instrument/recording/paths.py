@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from instrument.recording.spans import Site
-from instrument.runtime.cheap_start import NamedTuple
+from instrument.runtime.lazy_imports import NamedTuple
 
 Result = TypeVar("Result")
 

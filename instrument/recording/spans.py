@@ -11,7 +11,7 @@ from sys import intern
 from typing import Any, ClassVar
 
 from instrument.recording.trace_context import LinkedSpan, RemoteParent, parse_parent
-from instrument.runtime.cheap_start import Field, NamedTuple, dataclass, field, fields
+from instrument.runtime.lazy_imports import Field, NamedTuple, dataclass, field, fields
 
 AttributeValue = str | bool | int | float | Sequence[str] | Sequence[int] | Sequence[float] | Sequence[bool]
 Interval = tuple[int, int]

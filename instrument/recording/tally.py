@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from instrument.recording.distributions import LAST_BUCKET
 from instrument.recording.paths import NOT_BELOW, CallPath, CallTree
 from instrument.recording.spans import Site
-from instrument.runtime.cheap_start import NamedTuple
+from instrument.runtime.lazy_imports import NamedTuple
 
 Records = NDArray[Any]
 Int32s = NDArray[np.int32]

@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import log2
 from typing import Any
 
-from instrument.runtime.cheap_start import NamedTuple, dataclass, late_pattern
+from instrument.runtime.lazy_imports import NamedTuple, dataclass, late_pattern
 
 
 @dataclass(frozen=True, slots=True)

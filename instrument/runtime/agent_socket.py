@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from instrument import clock
-from instrument.runtime.cheap_start import late_pattern
+from instrument.runtime.lazy_imports import late_pattern
 from instrument.runtime.unpatched import sleep
 
 VARIABLE = "INSTRUMENT_AGENT"

@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 
 from instrument import clock
-from instrument.runtime.cheap_start import NamedTuple, late_pattern
+from instrument.runtime.lazy_imports import NamedTuple, late_pattern
 
 CHECK_FOLDER = "INSTRUMENT_CHECK_FOLDER"
 """The environment variable with the folder for the reports that `instrument check` reads."""

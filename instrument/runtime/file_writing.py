@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Protocol
 
-from instrument.runtime.cheap_start import LazyModule
+from instrument.runtime.lazy_imports import LazyModule
 
 if TYPE_CHECKING:
     import gzip

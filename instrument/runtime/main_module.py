@@ -12,8 +12,8 @@ from pathlib import PurePath
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from instrument.runtime.cheap_start import LazyModule, NamedTuple
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy_imports import LazyModule, NamedTuple
 
 if TYPE_CHECKING:
     import ast

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from instrument.runtime.cheap_start import LazyModule
+from instrument.runtime.lazy_imports import LazyModule
 from instrument.runtime.unpatched import Lock
 
 if TYPE_CHECKING:

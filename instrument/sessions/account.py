@@ -18,8 +18,8 @@ from instrument.recorder.governor import Budget
 from instrument.recorder.recorder import Recorder
 from instrument.recording import board
 from instrument.recording.spans import Cost, OwnNotes, Site, describe_uncalled_targets
-from instrument.runtime.cheap_start import LazyModule, dataclass, field
 from instrument.runtime.faults import FAULTS, logger
+from instrument.runtime.lazy_imports import LazyModule, dataclass, field
 from instrument.sessions.handover import Handover
 from instrument.sessions.window import WindowReader
 

@@ -19,8 +19,8 @@ from instrument.recorder.recorder import RECORDER
 from instrument.recording.export_checkpoint import SENT, losses_by_name
 from instrument.recording.trace_context import encode_parent
 from instrument.runtime import environment
-from instrument.runtime.cheap_start import LazyModule, dataclass
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy_imports import LazyModule, dataclass
 from instrument.runtime.unpatched import TIMEOUT_MAX, RLock
 from instrument.sessions.files import Saving
 from instrument.sessions.handover import ABANDONED, GaugeWatch

@@ -22,8 +22,8 @@ from instrument.errors import TraceError
 from instrument.profile.model import Export, Summary
 from instrument.recording.spans import Origin
 from instrument.runtime import environment, file_writing
-from instrument.runtime.cheap_start import dataclass, late_pattern, replace
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy_imports import dataclass, late_pattern, replace
 from instrument.runtime.threads import count_library_threads
 from instrument.runtime.unpatched import poll
 from instrument.sessions.recorded import Recorded

@@ -24,8 +24,8 @@ from instrument.recording.spans import BATCH_KEYS, Sample, Span
 from instrument.report.section import View, format_summary, make_views, refuse_unknown_views
 from instrument.report.view import Options, Recording
 from instrument.runtime import environment, file_writing
-from instrument.runtime.cheap_start import LazyModule, dataclass, replace
 from instrument.runtime.faults import logger
+from instrument.runtime.lazy_imports import LazyModule, dataclass, replace
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Lock, RLock, SimpleQueue
 from instrument.sessions import files

@@ -25,8 +25,8 @@ from instrument.recording.memory import GaugePlace
 from instrument.recording.memory_layout import RecordingHead, read_generation
 from instrument.recording.spans import Gpu
 from instrument.runtime import environment
-from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy_imports import dataclass
 from instrument.sessions.membership import Membership
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from instrument.instrumentors.verdict import write_check_report
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
 from instrument.runtime import agent_socket, environment
-from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.environment import CHECK_FOLDER
 from instrument.runtime.faults import FAULTS, logger
+from instrument.runtime.lazy_imports import dataclass
 from instrument.runtime.termination import call_before_exit
 from instrument.runtime.threads import Thread
 from instrument.sessions import files

@@ -26,9 +26,9 @@ from instrument.profile.model import Profile
 from instrument.recorder.recorder import RECORDER, call_at_first_span
 from instrument.recording import board
 from instrument.runtime import agent_socket, environment
-from instrument.runtime.cheap_start import replace
 from instrument.runtime.environment import RUN_VARIABLE, is_first_process_of_run, make_run_name
 from instrument.runtime.faults import FAULTS, logger
+from instrument.runtime.lazy_imports import replace
 from instrument.runtime.main_module import MAINS
 from instrument.runtime.termination import Termination
 from instrument.runtime.threads import Thread, hook_forks, restore_fork_warning, silence_fork_warning

@@ -22,8 +22,8 @@ from instrument.profile.presets import ENGINES
 from instrument.recorder.recorder import RECORDER
 from instrument.recording import board
 from instrument.runtime import environment
-from instrument.runtime.cheap_start import NamedTuple, dataclass, replace
 from instrument.runtime.faults import FAULTS, logger
+from instrument.runtime.lazy_imports import NamedTuple, dataclass, replace
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import RLock, poll
 from instrument.sessions.exporting import Exporting

@@ -32,8 +32,8 @@ from instrument.recording.spans import HOST, Sample
 from instrument.report.benchmark_view import Benchmark, LoopTimes, find_profiler_steps, format_benchmark_line, make_view
 from instrument.report.section import format_summary
 from instrument.report.view import Options
-from instrument.runtime.cheap_start import replace
 from instrument.runtime.faults import FAULTS, logger
+from instrument.runtime.lazy_imports import replace
 from instrument.runtime.unpatched import Lock, RLock
 from instrument.sessions import process
 from instrument.sessions.handlers import WAIT_LIMIT_NS, Backlog, Handler, InBackground, Window, is_asynchronous

@@ -16,8 +16,8 @@ from instrument.profile.model import Capture, FunctionRule, Recordings
 from instrument.recorder.recorder import RECORDER
 from instrument.recording.spans import BLOCKED_LOOP, Gpu
 from instrument.runtime import agent_socket, environment, process_context
-from instrument.runtime.cheap_start import LazyModule, asdict, replace
 from instrument.runtime.environment import CHECK_FOLDER
+from instrument.runtime.lazy_imports import LazyModule, asdict, replace
 from instrument.sessions import files
 from instrument.sessions.files import Saving, path_templates
 from instrument.sessions.recorded import Recorded

@@ -45,7 +45,7 @@ from instrument.recording.trace_context import (
     parse_parent,
 )
 from instrument.runtime import environment
-from instrument.runtime.cheap_start import LazyModule, late_pattern, replace
+from instrument.runtime.lazy_imports import LazyModule, late_pattern, replace
 from instrument.sessions.account import SessionDiagnostics
 from instrument.sessions.handover import Handover
 from instrument.sessions.window import MOST_STEPS, WINDOWS_THREAD, Step, Stretch, WindowReader, clip_steps

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from instrument.recording.spans import AttributeValue, Site, Span
-from instrument.runtime.cheap_start import NamedTuple
+from instrument.runtime.lazy_imports import NamedTuple
 from instrument.sessions.window import STEP, Step
 from instrument.trace.columns import Bools, Columns, Int64s
 from instrument.trace.indices import NONE, find_rows

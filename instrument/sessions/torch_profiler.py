@@ -39,7 +39,7 @@ from instrument.recording.spans import (
 )
 from instrument.report.section import COST
 from instrument.report.table import format_short_percent
-from instrument.runtime.cheap_start import dataclass, replace
+from instrument.runtime.lazy_imports import dataclass, replace
 
 if TYPE_CHECKING:
     from instrument.trace.trace import Trace

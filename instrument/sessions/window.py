@@ -15,7 +15,7 @@ from instrument.errors import ProfileError
 from instrument.profile.model import Profile, Schedule
 from instrument.recording.memory_layout import REQUEST_BIT
 from instrument.recording.spans import Origin, Site
-from instrument.runtime.cheap_start import NamedTuple
+from instrument.runtime.lazy_imports import NamedTuple
 
 if TYPE_CHECKING:
     from instrument.instrumentors.selection import Selection

@@ -40,8 +40,8 @@ from instrument.recording.spans import (
     Site,
 )
 from instrument.recording.trace_context import LINK_REMOTE, LINK_STATE, parse_parent
-from instrument.runtime.cheap_start import LazyModule
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy_imports import LazyModule
 
 if TYPE_CHECKING:
     from instrument.instrumentors.requests import server_timing

@@ -29,8 +29,8 @@ from instrument.instrumentors.requests.exchange import (
 )
 from instrument.recorder.wrapping import CANCELLED, RPC_STATUS
 from instrument.recording.spans import OUTCOME
-from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy_imports import dataclass
 
 SERVER_ERRORS = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
 """The statuses that are errors of the server. A span with any other status has no error."""

@@ -38,8 +38,8 @@ from instrument.profile.model import SERVERS, RequestsRule
 from instrument.recorder.core import calls_by_site
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
-from instrument.runtime.cheap_start import LazyModule, NamedTuple
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy_imports import LazyModule, NamedTuple
 from instrument.runtime.threads import catch_up_with_fork
 
 if TYPE_CHECKING:

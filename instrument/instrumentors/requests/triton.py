@@ -20,8 +20,8 @@ from instrument.instrumentors.profiled_functions import Undo, replace_attribute,
 from instrument.instrumentors.requests.exchange import CURRENT, Exchange, Exchanges, Reading
 from instrument.recorder.wrapping import CANCELLED
 from instrument.recording.spans import OUTCOME, Site
-from instrument.runtime.cheap_start import dataclass
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy_imports import dataclass
 
 TRITON_MODEL = re.compile(r"\d+\.\w+")
 """The pattern of the module name of a model: its version and file, such as `1.model`."""

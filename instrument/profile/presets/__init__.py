@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from instrument.runtime.cheap_start import replace
+from instrument.runtime.lazy_imports import replace
 
 if TYPE_CHECKING:
     from instrument.profile.document import YamlNode

@@ -20,8 +20,8 @@ from instrument.profile.model import FunctionRule, OwnGauge
 from instrument.recorder.api import make_metric_writer
 from instrument.recorder.wrapping import Attributes, Results
 from instrument.recording.spans import VALUE_LIMIT, AttributeValue
-from instrument.runtime.cheap_start import NamedTuple
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy_imports import NamedTuple
 
 RETURN = "return"
 

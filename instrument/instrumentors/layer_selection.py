@@ -24,8 +24,8 @@ from instrument.instrumentors.work import ModuleWork, list_tensors
 from instrument.profile.model import LayerRule
 from instrument.recorder.recorder import RECORDER, Recorder
 from instrument.recording.spans import Site
-from instrument.runtime.cheap_start import replace as replace_fields
 from instrument.runtime.faults import FAULTS
+from instrument.runtime.lazy_imports import replace as replace_fields
 
 DYNAMO = "torch._dynamo.eval_frame"
 """The module that defines the class of compiled models. Torch imports it at the first compilation."""
