@@ -18,7 +18,7 @@ from instrument import chrome
 from instrument.errors import TraceError
 from instrument.profile.keys import loads
 from instrument.runtime import file_writing
-from instrument.sessions import files
+from instrument.sessions import window_files
 
 WORKER = """
 import sys, time, logging
@@ -109,7 +109,7 @@ def test_files_of_a_killed_writer_are_removed_and_files_being_written_count(tmp_
     (tmp_path / "shop-3-0.json").write_text("x" * 500)
     own = tmp_path / "shop-4-0.json"
     own.write_text("x" * 500)
-    shop = files.Destination(tmp_path, "shop", "", is_first=True)
+    shop = window_files.Destination(tmp_path, "shop", "", is_first=True)
     assert shop.remove_oldest_files(["shop-{pid}-{window}.json"], [own], 2000) == 0
     assert len(list(tmp_path.glob(".instrument-*.part"))) == 1, "the dead one's alone is gone"
     assert shop.remove_oldest_files(["shop-{pid}-{window}.json"], [own], 1999) == 1
@@ -123,8 +123,8 @@ def test_a_file_that_another_process_removes_meanwhile_is_no_error(
     for number in range(4):
         (tmp_path / f"shop-{number}-0.json").write_text("x" * 100)
     own = tmp_path / "shop-0-0.json"
-    shop = files.Destination(tmp_path, "shop", "", is_first=True)
-    monkeypatch.setattr(files.os, "lstat", lambda name: Path(name).unlink() or Path(name).stat())
+    shop = window_files.Destination(tmp_path, "shop", "", is_first=True)
+    monkeypatch.setattr(window_files.os, "lstat", lambda name: Path(name).unlink() or Path(name).stat())
     assert shop.remove_oldest_files(["shop-{pid}-{window}.json"], [own], 10) == 0
 
 
@@ -238,10 +238,10 @@ def test_a_trace_is_read_back_from_the_file_that_replaced_a_link(tmp_path: Path)
     ],
 )
 def test_the_service_becomes_a_safe_part_of_a_file_name(template: str, service: str, expected: str) -> None:
-    assert files.fill_template(template, service=service, pid=42, window=3) == expected
+    assert window_files.fill_template(template, service=service, pid=42, window=3) == expected
 
 
 @pytest.mark.parametrize("template", ["{host}.json", "{pid!r}", "{}", "{service.x}"])
 def test_an_unknown_name_in_a_path_is_a_trace_error(template: str) -> None:
     with pytest.raises(TraceError, match=r"allowed: \{service\}, \{run\}, \{pid\}, \{window\}"):
-        files.fill_template(template, service="x", pid=1, window=0)
+        window_files.fill_template(template, service="x", pid=1, window=0)

@@ -23,7 +23,7 @@ from instrument.errors import ProfileError
 from instrument.profile.keys import load, loads
 from instrument.profile.model import Capture, Chrome, CopyRule, Device, Profile, Recordings, RequestsRule, Summary
 from instrument.profile.presets import PRESETS, preset_path, read_preset
-from instrument.sessions.files import Destination
+from instrument.sessions.window_files import Destination
 
 SCHEMA = json.loads(Path(instrument.profile.keys.__file__).with_name("profile.schema.json").read_text("utf-8"))
 HEALTH = loads(read_preset("serving"), environ={}).requests[0].ignore

@@ -17,7 +17,7 @@ from raw_spans import changed, traces
 
 import instrument
 from instrument import chrome, cli
-from instrument.chrome.other_profilers import count_flops
+from instrument.chrome.torch_traces import count_flops
 from instrument.recording.spans import FLOPS, DeviceInterval, Flops, Origin, Site, Span
 from instrument.report.operators_view import OPERATORS, FlopRow, Operators, make_flop_table, operators
 from instrument.report.view import Options, Recording

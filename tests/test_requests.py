@@ -18,7 +18,7 @@ import pytest
 from otlp_receiver import Receiver, receiver
 from server_programs import requests_in, serving
 
-from instrument.instrumentors.requests.server_hooks import Requests
+from instrument.instrumentors.requests.servers_and_routers import Requests
 from instrument.profile.model import RequestsRule
 
 PROFILE = """

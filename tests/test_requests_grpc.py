@@ -29,7 +29,7 @@ from server_programs import requests_in
 
 from instrument.instrumentors.requests import exchange
 from instrument.instrumentors.requests.grpc import NOT_BEGUN
-from instrument.instrumentors.requests.server_hooks import Requests
+from instrument.instrumentors.requests.servers_and_routers import Requests
 from instrument.profile.model import RequestsRule
 from instrument.recording.spans import Site, Span
 from instrument.runtime.faults import FAULTS

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from readback import spans_in
 
-from instrument.instrumentors.requests.server_hooks import Requests
+from instrument.instrumentors.requests.servers_and_routers import Requests
 from instrument.profile.model import RequestsRule
 from instrument.recording.spans import BATCH_KEYS, KEY, Site
 

@@ -21,7 +21,7 @@ from server_programs import serving
 
 from instrument.agent.processes import Process, Run
 from instrument.agent.unseen import ConnectionWatch
-from instrument.instrumentors.requests.server_hooks import SEAMS, Requests
+from instrument.instrumentors.requests.servers_and_routers import SEAMS, Requests
 from instrument.instrumentors.verdict import Verdict, drop_recorded_elsewhere, merge_verdicts
 from instrument.profile.model import RequestsRule
 from instrument.recording import board

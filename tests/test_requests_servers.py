@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from readback import spans_in
 
-from instrument.instrumentors.requests import asgi_wsgi_apps, model_servers, server_hooks
+from instrument.instrumentors.requests import asgi_wsgi_apps, model_servers, servers_and_routers
 from instrument.instrumentors.requests.exchange import Exchanges
-from instrument.instrumentors.requests.server_hooks import Requests
+from instrument.instrumentors.requests.servers_and_routers import Requests
 from instrument.profile.model import RequestsRule
 from instrument.runtime.faults import FAULTS
 
@@ -49,7 +49,7 @@ def test_granian_calls_the_middleware_that_holds_an_app_of_its_own(module: Any, 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         called.append("app")
 
-    (undo,) = server_hooks.SEAMS["asgi"]["granian.asgi"](module, Exchanges(RequestsRule(), recorder))
+    (undo,) = servers_and_routers.SEAMS["asgi"]["granian.asgi"](module, Exchanges(RequestsRule(), recorder))
     served = module._callback_wrapper(Asgi(app, called), {})
     undo()
     asyncio.run(served({"type": "http", "method": "GET", "path": "/", "headers": []}, None, None))
@@ -64,7 +64,7 @@ def test_granian_calls_the_wsgi_middleware_that_holds_an_app_of_its_own(module: 
         called.append("app")
         return [b"it"]
 
-    (undo,) = server_hooks.SEAMS["wsgi"]["granian.wsgi"](module, Exchanges(RequestsRule(), recorder))
+    (undo,) = servers_and_routers.SEAMS["wsgi"]["granian.wsgi"](module, Exchanges(RequestsRule(), recorder))
     served = module._callback_wrapper(Wsgi(app, called), {})
     undo()
     environ = {"wsgi.url_scheme": "http", "SERVER_NAME": "shop", "SERVER_PORT": "80", "REQUEST_METHOD": "GET"}
@@ -82,7 +82,7 @@ def test_a_server_that_names_its_app_with_each_request_calls_that_app() -> None:
 
     called: list[Any] = []
     module = SimpleNamespace(RequestResponseCycle=RequestResponseCycle)
-    (undo,) = server_hooks.SEAMS["asgi"]["uvicorn.protocols.http.h11_impl"](module, Exchanges(RequestsRule()))
+    (undo,) = servers_and_routers.SEAMS["asgi"]["uvicorn.protocols.http.h11_impl"](module, Exchanges(RequestsRule()))
     apps = [object(), object()]
     for app in (apps[0], apps[0], apps[1], apps[0]):
         asyncio.run(RequestResponseCycle().run_asgi(app))
@@ -154,7 +154,7 @@ def test_a_server_that_keeps_its_app_elsewhere_serves_on_without_us(monkeypatch:
 
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     module = SimpleNamespace(WSGIHandler=WSGIHandler, __name__="gevent.pywsgi")
-    (undo,) = server_hooks.SEAMS["wsgi"]["gevent.pywsgi"](module, Exchanges(RequestsRule()))
+    (undo,) = servers_and_routers.SEAMS["wsgi"]["gevent.pywsgi"](module, Exchanges(RequestsRule()))
     assert WSGIHandler().run_application() == "served"
     undo()
     assert list(FAULTS.count_by_place().values()) == [1]
@@ -171,7 +171,7 @@ def app_of_wsgi(environ: Any, start_response: Any) -> list[bytes]:
 
 def test_bjoern_is_given_an_app_whose_requests_record(recorder: Any) -> None:
     module = SimpleNamespace(server_run=lambda sock, wsgi_app, statsd=None: wsgi_app(ENVIRON, lambda *_: None))
-    (undo,) = server_hooks.SEAMS["wsgi"]["bjoern"](module, Exchanges(RequestsRule(), recorder))
+    (undo,) = servers_and_routers.SEAMS["wsgi"]["bjoern"](module, Exchanges(RequestsRule(), recorder))
     assert module.server_run(None, app_of_wsgi, None) == [b"it"]
     undo()
     assert len(spans_in(recorder)) == 1
@@ -190,7 +190,7 @@ def test_bjoern_begins_a_request_while_other_answers_are_on_their_way(recorder: 
             body.close()
 
     module = SimpleNamespace(server_run=serve)
-    (undo,) = server_hooks.SEAMS["wsgi"]["bjoern"](module, Exchanges(RequestsRule(), recorder))
+    (undo,) = servers_and_routers.SEAMS["wsgi"]["bjoern"](module, Exchanges(RequestsRule(), recorder))
     module.server_run(None, app)
     undo()
     spans = spans_in(recorder)
@@ -202,9 +202,11 @@ def test_an_app_that_a_server_in_c_calls_is_met_at_its_framework(
 ) -> None:
     flask = pytest.importorskip("flask.app")
     exchanges = Exchanges(RequestsRule(), recorder)
-    assert server_hooks.SEAMS["wsgi"]["flask.app"](flask, exchanges) == [], "other servers call their apps from Python"
+    assert servers_and_routers.SEAMS["wsgi"]["flask.app"](flask, exchanges) == [], (
+        "other servers call their apps from Python"
+    )
     monkeypatch.setitem(sys.modules, "uwsgi", ModuleType("uwsgi"))
-    (undo,) = server_hooks.SEAMS["wsgi"]["flask.app"](flask, exchanges)
+    (undo,) = servers_and_routers.SEAMS["wsgi"]["flask.app"](flask, exchanges)
     app = flask.Flask("shop")
     app.add_url_rule("/", view_func=lambda: "it")
     body = app({**ENVIRON, "PATH_INFO": "/", "wsgi.input": io.BytesIO()}, lambda *_: None)
@@ -234,7 +236,7 @@ def test_bottle_reports_the_rule_of_a_request(recorder: Any) -> None:
     family.attach_to(bottle)
     app = bottle.Bottle()
     app.route("/items/<name>", callback=lambda name: name)
-    served = server_hooks._make_recording_app(app, asgi_wsgi_apps.WsgiApp, Exchanges(RequestsRule(), recorder))
+    served = servers_and_routers._make_recording_app(app, asgi_wsgi_apps.WsgiApp, Exchanges(RequestsRule(), recorder))
     assert b"".join(served({**ENVIRON, "PATH_INFO": "/items/a"}, lambda *_: None)) == b"a"
     family.undo()
     assert [span.site.name for span in spans_in(recorder)] == ["GET /items/<name>"]

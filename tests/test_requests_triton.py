@@ -23,7 +23,7 @@ import pytest
 from readback import spans_in
 
 from instrument import chrome
-from instrument.instrumentors.requests.server_hooks import Requests
+from instrument.instrumentors.requests.servers_and_routers import Requests
 from instrument.profile.model import RequestsRule
 from instrument.recording.spans import Site, Span, is_interruption
 from instrument.runtime.faults import FAULTS

@@ -18,7 +18,7 @@ import pytest
 import instrument
 from instrument import chrome, scope
 from instrument.profile.keys import loads
-from instrument.sessions import files
+from instrument.sessions import window_files
 from instrument.sessions.session import Session
 from instrument.trace import file
 
@@ -103,10 +103,10 @@ def test_recordings_count_for_the_disk_limit_with_what_is_written_next_to_them()
 
 def test_files_of_a_run_that_goes_on_are_known_by_the_process_that_began_it() -> None:
     path = Path(f"shop-20260101T000000-{os.getpid()}-0.npz")
-    assert files._pids_by_file("{service}-{run}-{window}.npz", Path.cwd(), "shop") == {}
+    assert window_files._pids_by_file("{service}-{run}-{window}.npz", Path.cwd(), "shop") == {}
     path.touch()
     Path("shop-20260101T000000-1-0-77.npz").touch()
-    found = files._pids_by_file("{service}-{run}-{window}.npz", Path.cwd(), "shop")
+    found = window_files._pids_by_file("{service}-{run}-{window}.npz", Path.cwd(), "shop")
     assert found == {str(Path.cwd() / path): os.getpid(), str(Path.cwd() / "shop-20260101T000000-1-0-77.npz"): 77}
 
 

@@ -1,7 +1,7 @@
 """Converts the slices of a trace file into columns, for files of any profiler.
 
 The parent of a slice is the innermost slice around it on the same thread. The parent of an async slice has the same
-key. The arguments of a slice may name another parent. `other_profilers` reads the arguments of foreign slices.
+key. The arguments of a slice may name another parent. `torch_traces` reads the arguments of foreign slices.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from instrument.chrome.event_reading import (
     read_phases,
 )
 from instrument.chrome.lanes import DEVICE_PIDS, iterate_rows
-from instrument.chrome.other_profilers import ForeignSlices, NumberByKey, NumberedLanes, Rows
 from instrument.chrome.slice_arguments import UNTOLD, Arguments
+from instrument.chrome.torch_traces import ForeignSlices, NumberByKey, NumberedLanes, Rows
 from instrument.recording.spans import HOST, Sample
 from instrument.recording.trace_context import RemoteParent
 from instrument.trace.columns import FARTHEST_NS, Bools, Columns, DeviceIntervals, Int32s, Int64s, are_in_range

@@ -54,7 +54,7 @@ _FAMILIES = {
     "functions": ("function_rules", "Functions", ""),  # its rules name their packages
     # After functions: the span of a rule for a server's own function is within the request.
     "requests": (
-        *("requests.server_hooks", "Requests"),
+        *("requests.servers_and_routers", "Requests"),
         "http.server socketserver wsgiref werkzeug channels sanic websockets ray litserve mosec bentoml gradio celery "
         f"rq dramatiq arq taskiq faststream {' '.join(name.partition('.')[0] for name in _SERVED)}",
     ),

@@ -389,7 +389,7 @@ def _endpoint_documents(shown: Brief, unit: str) -> list[dict[str, Any]]:
     return rows
 
 
-SCRIPTS = ("page_parts.js", "charts.js", "page_main.js")
+SCRIPTS = ("page_parts.js", "charts.js", "page_views.js")
 """The scripts of the page in the order in which they run, all after d3."""
 
 MOST_BYTES = 5_000_000

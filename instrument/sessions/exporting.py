@@ -22,11 +22,11 @@ from instrument.runtime import environment
 from instrument.runtime.faults import FAULTS
 from instrument.runtime.lazy_imports import LazyModule, dataclass
 from instrument.runtime.unpatched import TIMEOUT_MAX, RLock
-from instrument.sessions.files import Saving
 from instrument.sessions.handover import ABANDONED, GaugeWatch
 from instrument.sessions.membership import Membership
 from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
+from instrument.sessions.window_files import Saving
 
 if TYPE_CHECKING:
     from instrument.otlp import delivery as sending

@@ -28,7 +28,7 @@ from instrument.runtime.faults import logger
 from instrument.runtime.lazy_imports import LazyModule, dataclass, replace
 from instrument.runtime.threads import Thread
 from instrument.runtime.unpatched import Lock, RLock, SimpleQueue
-from instrument.sessions import files
+from instrument.sessions import window_files
 from instrument.sessions.session import Session
 from instrument.sessions.torch_profiler import TorchRecord
 from instrument.sessions.window import WINDOWS_THREAD, Step, Stretch
@@ -152,7 +152,7 @@ class Window:
     def export(self, path: str | os.PathLike[str]) -> Path:
         """Write this window to a file, and return the path. Raises `TraceError`. The file is a recording if the path
         ends in `.npz`, and a Chrome trace if it ends in `.json` or `.json.gz`."""
-        return files.save_trace(path, self.trace, self.tally())
+        return window_files.save_trace(path, self.trace, self.tally())
 
 
 Handler = Callable[[Window], object]
@@ -181,7 +181,7 @@ def make_chrome_handler(folder: str | os.PathLike[str], worker: str | None = Non
     into = environment.working_folder() / folder
 
     def write_window(window: Window) -> None:
-        place = files.Destination(into, worker or window.session.profile.service, "", is_first=True)
+        place = window_files.Destination(into, worker or window.session.profile.service, "", is_first=True)
         index = window.index
         into.mkdir(parents=True, exist_ok=True)
         while True:
@@ -212,7 +212,7 @@ def print_summary(
 
     def print_window(window: Window) -> None:
         text = f"{str(window).capitalize()}\n{window.summary(views=views, **options)}"
-        if to in files.STREAMS:
+        if to in window_files.STREAMS:
             print(text, file=sys.stderr if to == "stderr" else sys.stdout, flush=True)
             return
         file_writing.append_text(Path(to), f"{text}\n")

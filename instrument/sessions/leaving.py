@@ -24,12 +24,12 @@ from instrument.runtime.faults import FAULTS, logger
 from instrument.runtime.lazy_imports import dataclass
 from instrument.runtime.termination import call_before_exit
 from instrument.runtime.threads import Thread
-from instrument.sessions import files
+from instrument.sessions import window_files
 from instrument.sessions.exporting import Exporting
-from instrument.sessions.files import Saving
 from instrument.sessions.membership import Membership, file_of_descriptor
 from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
+from instrument.sessions.window_files import Saving
 
 AGENT_SEND_S = 1.0
 """The maximum seconds for which an ending process waits for the agent to send the process's spans. The run's first
@@ -198,7 +198,7 @@ class Leaving:
         settings = profile.export.summary
         if settings is None:
             self._log_unsent_spans()
-        shares = settings is not None and settings.to in files.STREAMS
+        shares = settings is not None and settings.to in window_files.STREAMS
         answer = self._membership.leave(
             self._facts.make_goodbye_message(), self._facts.save_recording if shares else None, deadline
         )

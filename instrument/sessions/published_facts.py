@@ -18,9 +18,9 @@ from instrument.recording.spans import BLOCKED_LOOP, Gpu
 from instrument.runtime import agent_socket, environment, process_context
 from instrument.runtime.environment import CHECK_FOLDER
 from instrument.runtime.lazy_imports import LazyModule, asdict, replace
-from instrument.sessions import files
-from instrument.sessions.files import Saving, path_templates
+from instrument.sessions import window_files
 from instrument.sessions.recorded import Recorded
+from instrument.sessions.window_files import Saving, path_templates
 
 if TYPE_CHECKING:
     from instrument.otlp import export_facts, packing
@@ -249,7 +249,7 @@ class PublishedFacts:
         recording = session.profile.export.recording or Recordings()
         costs_ns = session.account.costs.median_ns_by_shape()
         summary, report = session.profile.export.summary, None
-        if summary is not None and summary.to in files.STREAMS:
+        if summary is not None and summary.to in window_files.STREAMS:
             report = {"views": list(summary.views), "options": session.read_report_options()}
         return {
             "run": saving.run,
@@ -292,4 +292,6 @@ class PublishedFacts:
         }
 
     def save_recording(self, path: str) -> None:
-        files.save_trace(path, replace(self._recorded.trace(), cost=self._recorded.cost()), self._recorded.tally())
+        window_files.save_trace(
+            path, replace(self._recorded.trace(), cost=self._recorded.cost()), self._recorded.tally()
+        )

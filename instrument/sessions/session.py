@@ -26,13 +26,13 @@ from instrument.runtime.faults import FAULTS
 from instrument.runtime.threads import Thread, will_server_fork
 from instrument.runtime.unpatched import Event, RLock
 from instrument.sessions.exporting import Exporting, SessionLock, count_recorded_rows
-from instrument.sessions.files import Saving
 from instrument.sessions.handover import UNREAD, GaugeWatch
 from instrument.sessions.leaving import SENDING_S, Leaving
 from instrument.sessions.membership import Membership
 from instrument.sessions.profile_reload import ControlThread, Generations, Reload
 from instrument.sessions.published_facts import PublishedFacts
 from instrument.sessions.recorded import Recorded
+from instrument.sessions.window_files import Saving
 
 READ_INTERVAL_S = 0.2
 """Seconds between two reads of the recording. The ring of each thread must have space for the spans of that time."""

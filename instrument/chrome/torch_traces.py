@@ -1,5 +1,5 @@
-"""Interprets the slices of other profilers: names, arguments, device work, allocations and floating-point
-operations."""
+"""Interprets the slices of torch.profiler and of other profilers: names, arguments, device work, allocations and
+floating-point operations."""
 
 from __future__ import annotations
 
