@@ -23,7 +23,7 @@ from instrument.trace.of_recording import find_first_request_ns, read_origin
 from instrument.trace.tail_sampler import TailSampler
 from instrument.trace.unsettled import Details, UnsettledRows
 
-ROWS_AT_ONCE = 10_000
+ROWS_AT_ONCE = 16_000
 """The maximum number of rows of one read, to bound the reader's memory."""
 
 AHEAD_ROWS = 12_000

@@ -49,7 +49,7 @@ class PlainSets(list[Mapping[str, AttributeValue]]):
     """Sets of attributes as dicts. The dicts must not change."""
 
     def mask_sets_by_name(self, name: str) -> Bools:
-        return np.fromiter((name in attributes for attributes in self), np.bool_, len(self))
+        return np.array([name in attributes for attributes in self], np.bool_)
 
     def values(self, name: str, numbers: Sequence[int]) -> Sequence[AttributeValue | None]:
         return [self[number].get(name) for number in numbers]

@@ -282,7 +282,7 @@ MOST_CONTEXT = 4_000
 """The maximum number of settled rows kept per process for later rows. Above it, rows older than `CONTEXT_NS` are
 dropped."""
 
-MOST_AT_ONCE = 12_500
+MOST_AT_ONCE = 16_000
 """The maximum number of new rows in a round of decisions, to bound its memory. The oldest come first."""
 
 

@@ -273,7 +273,7 @@ def servers_of(options: argparse.Namespace, collector: int, core: set[int]) -> I
         yield servers
 
 
-MEMORY_CALLS, IDLE_S, READING_S = 499, 3, 0.1
+MEMORY_CALLS, IDLE_S, READING_S = 499, 3, 1
 DELAYS = {"median": 0.5, "p99": 0.99, "longest": 1.0}
 MEMORY = ("Rss", "Anonymous", "Pss", "Pss_Anon", "Pss_File", "Pss_Shmem")
 
