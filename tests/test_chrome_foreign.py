@@ -128,6 +128,7 @@ def test_random_events_are_read_alike_in_blocks_of_any_size(
         ('{"a": "stream", "stream": [1]}', {"a": "stream"}),
         ('{"stream": 0, "stream": null}', {}),
         ('{"stream": 0, "stream": 1}', {"stream": 1}),
+        (json.dumps({"stream": 0, **{f"list {number}": [number] for number in range(99)}}), {"stream": 0}),
     ],
 )
 def test_the_last_value_of_a_repeated_argument_counts(tmp_path: Path, args: str, attributes: dict[str, Any]) -> None:

@@ -56,13 +56,13 @@ def test_the_cause_of_a_slow_request_is_named_with_its_time_and_its_rows(inciden
 
 @pytest.mark.parametrize(
     ("begin_s", "end_s", "wait_s"),
-    [(4.0, 4.1, 0.0), (5.2, 5.9, 0.4), (5.2, 5.3, 0.1), (4.5, 6.5, 0.4), (5.5, 5.5, 0.0)],
+    [(4.0, 4.1, 0.0), (5.2, 5.9, 0.4), (5.2, 5.3, 0.1), (4.5, 6.5, 0.38), (5.5, 5.5, 0.0)],
     ids=["a usual reading", "half a reading", "a part of the wait", "parts of three readings", "no time"],
 )
 def test_waits_longer_than_usual_count_in_any_part_of_their_reading(
     begin_s: float, end_s: float, wait_s: float
 ) -> None:
-    percents = [20.0] * 5 + [60.0] + [20.0] * 4  # the sixth second has 0.4 s more than usual
+    percents = [20.0] * 5 + [60.0, 16.0] + [20.0] * 3  # the sixth second has 0.4 s more than usual, the next 0.04 less
     readings = [Sample("cpu_wait", HOST, second * 10**9, value) for second, value in enumerate(percents, 1)]
     facts = Trace(Origin(1, "engine", 0, 0), 0, 10**10, [])
     interval = round(begin_s * 1e9), round(end_s * 1e9)

@@ -421,20 +421,20 @@ def combined_report(
 
 def merge_files(paths: Sequence[str], into: str) -> dict[str, Any]:
     """Merge recordings into the file `into`, which has a bounded size. Remove the merged files that are in the same
-    folder as `into`. Files that cannot be read remain."""
+    folder as `into`."""
     from instrument.errors import TraceError
     from instrument.trace import file
     from instrument.trace.merge import fold_recordings
 
-    saved_by_path = {}
+    read = []
     for path in paths:
         with suppress(TraceError):
-            saved_by_path[path] = file.load(path)
-    if not saved_by_path:
+            read.append(file.load(path))
+    if not read:
         raise TraceError(f"none of {len(paths)} recordings can be read")
-    saved = fold_recordings([*saved_by_path.values()])
+    saved = fold_recordings(read)
     file.dump(into, saved.trace, saved.read_or_count_totals())
-    for read_path in map(Path, saved_by_path):
-        if read_path.parent == Path(into).parent:
-            read_path.unlink()
-    return {"path": into, "unread": len(paths) - len(saved_by_path)}
+    for merged_path in map(Path, paths):
+        if merged_path.parent == Path(into).parent:
+            merged_path.unlink(missing_ok=True)
+    return {"path": into, "unread": len(paths) - len(read)}

@@ -28,7 +28,7 @@ SCRAPE_TIMEOUT_S = 10.0
 """The maximum seconds to wait for the HTTP request of a scrape. The wait for the metrics has the same limit."""
 
 MOST_SEPARATE, MOST_SUMS = 16, 64
-"""The maximum number of ended processes with separate totals, and the maximum number of sums over older processes."""
+"""The maximum number of ended processes with separate totals, and of totals that older processes share."""
 
 ENDED_METRICS_FILE = "metrics.ended"
 

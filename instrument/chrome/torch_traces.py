@@ -594,19 +594,22 @@ class ForeignSlices:
                 self._attributes.add(at, text)
 
 
+MOST_LIST_KEYS = 32
+"""The maximum number of keys with lists in a block whose lists are removed at once. Torch has some eight."""
+
 _VALUES = frozenset((str, int, float, bool))
 _LISTS = re.compile(rb',\s*("[^]["\\{},:]*")\s*:\s*\[[^]["\\{}]*(?:(?:"[^"\\]*"|\[[^]["\\{}]*\])[^]["\\{}]*)*\]')
 """A pattern of a key with a list as its value, in JSON without escapes."""
 
 
 def _remove_lists(texts: bytes) -> bytes:
-    """Remove the lists from arguments. Return the arguments unchanged if they have escapes, or if a removed key also
-    occurs outside the lists, because the last value of a repeated key counts."""
+    """Remove the lists from arguments. Return the arguments unchanged if they have escapes or many keys, or if a
+    removed key also occurs outside the lists, because the last value of a repeated key counts."""
     if b"\\" in texts:
         return texts
     parts = _LISTS.split(texts)
-    flat = b"".join(parts[::2])
-    return texts if any(key in flat for key in set(parts[1::2])) else flat
+    flat, keys = b"".join(parts[::2]), set(parts[1::2])
+    return texts if len(keys) > MOST_LIST_KEYS or any(key in flat for key in keys) else flat
 
 
 def are_plain_attributes(args: bytes) -> bool:

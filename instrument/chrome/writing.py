@@ -217,8 +217,8 @@ class Drawing:
         )
 
     def _make_span_events(self, first: int, end: int) -> list[DrawnEvent]:
-        """Return the events from the start of span `first` to the start of span `end`. If `end` is the number of spans,
-        the remaining end events follow."""
+        """Return the events in the time from the start of span `first` to the start of span `end`. For the last spans,
+        these include all remaining ends."""
         spans, some = self._spans, slice(first, end)
         kind, is_async = self._kind[some], spans.is_async[some]
         pid, tid, category, name, *shared = (column[kind].tolist() for column in self._shared)

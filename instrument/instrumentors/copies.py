@@ -45,7 +45,7 @@ nothing."""
 NOWHERE = object()
 
 Stream = Callable[[Any, Any], Any]
-"""A function that returns the stream of a call, as an object or address, from `args` and `kwargs`.
+"""A function that returns the stream of a call, as an object or address, from `args` and `kwargs`. It can also return:
 
 - None: the framework's current stream on the current device.
 - `Work`: the current streams of the devices in the `Work`.

@@ -1,5 +1,4 @@
-"""Replace functions by recording functions (probes), for `@profiled` and the profile's function rules, and restore
-them.
+"""Replace functions by probes (functions that record) for `@profiled` and the profile's function rules. Restore them.
 
 Decorators such as `@app.get` pass a function to a framework before the module has a name for it. So
 `intercept_registrations` replaces such handlers during their registration.

@@ -1,7 +1,7 @@
 """Read facts about requests from a call's arguments and result, such as the keys that identify requests.
 
 Keys are text, integers, UUIDs, bytes or, within a process, objects of the service. A batch has a key, and perhaps a
-weight, per request. Paths to values are written as in the module `arguments`, and `[]` in a path means each item.
+weight, per request. Paths to values are written as in the module `call_values`, and `[]` in a path means each item.
 Unreadable values are counted and logged, and never raise.
 """
 

@@ -1,6 +1,6 @@
 /* Hot: the keys of the requests that a call serves, read from its arguments or its result. Cold, at the end: the type.
  * A part of `_recorder.c`. C reads attributes and plain dicts, down to texts or numbers, or to lists, tuples and dicts
- * of them. Python reads everything else by `otherwise`, and reports values that it cannot read: see arguments.py. */
+ * of them. Python reads everything else by `otherwise`, and reports values that it cannot read: see call_values.py. */
 
 #define KEY_LIMIT 128 /* characters: as in spans.py */
 

@@ -26,7 +26,7 @@ from instrument.trace.unsettled import Details, UnsettledRows
 ROWS_AT_ONCE = 16_000
 """The maximum number of rows of one read, to bound the reader's memory."""
 
-AHEAD_ROWS = 12_000
+AHEAD_ROWS = 8_000
 """The number of rows after which reading pauses until the next decision about due requests."""
 
 DEVICE_WAIT_NS = 2 * 10**9

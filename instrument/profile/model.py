@@ -522,7 +522,7 @@ class Profile:
 
     @property
     def digest(self) -> str:
-        """Twelve hexadecimal digits that are the same for equal profiles. Headers of exports do not count."""
+        """Twelve hexadecimal digits that are the same for equal profiles. Headers of exports do not affect it."""
         from hashlib import sha256  # it loads OpenSSL
 
         return sha256(repr(_compared_fields(self)).encode()).hexdigest()[:12]

@@ -51,7 +51,7 @@ PASSED = 0.95
 """The minimum number of calls of a candidate for the request key, relative to the most called candidate."""
 
 COVERED = 0.8
-"""The minimum share of callees in a batch function's time for proposing the callees instead."""
+"""The share of a batch function's time from which its callees are proposed instead of the function."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ HOT = 10_000
 """The maximum calls per second. A function with more calls gets no rule."""
 
 REPEATED = 3
-"""The minimum number of calls per process of a repeated function."""
+"""The minimum number of calls in a process for a function that counts as repeated."""
 
 LOADING_NS = 50_000_000
 """The minimum total time in ns per process for a rule on a loading function."""

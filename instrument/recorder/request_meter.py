@@ -285,7 +285,8 @@ class Meter:
         counts = msgspec.convert(state, _Counts, strict=False)
         self._start_ns, self._histograms = counts.start_ns, Histograms.from_state(counts.histograms)
         self._met = {name: Counter(buckets) for name, buckets in counts.met.items()}
-        self._endpoints, self.marks = dict.fromkeys(counts.endpoints), counts.marks
+        self._endpoints = dict.fromkeys(counts.endpoints)
+        self.marks |= counts.marks
         self._counters = dict(counts.counters)
         requests = [*self._histograms.series(HTTP_DURATION.name), *self._histograms.series(RPC_DURATION.name)]
         values = (value for labels in requests for name, value in labels if name == self.by)

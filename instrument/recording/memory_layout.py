@@ -404,8 +404,8 @@ REQUEST_BIT = 1
 """The bit that is set in the span id of a request's root."""
 
 PACKED_ROW = ROW.make_struct()
-"""The 64-byte form of a row. An odd value of the field `rare` is 1 plus twice the active time. The value 8 means that
-the row has details."""
+"""The 64-byte form of a row. If the field `rare` is odd, it is 1 plus twice the active time. If it is 8, the row has
+details."""
 
 STREAM = object()
 """The key of a private attribute of the recorder: the device stream to time, or a `Work`."""

@@ -3,7 +3,7 @@
 A node of the call tree is a path of sites (instrumented functions). The totals are one numpy array, with a line per
 node and thread.
 
-Recursion makes no new paths: a recursive call counts at the node that its site has on the path. Such an inner call adds
+Recursion makes no new paths: a recursive call counts at the existing node of its site. Such an inner call adds
 nothing to total and device time, because the outer call's times include it.
 
 Beyond the first `NODE_LIMIT` call paths, all new paths that end in the same site share one node.

@@ -88,7 +88,7 @@ def find_trace_headers(carrier: Mapping[str, object]) -> tuple[object, object]:
 LOCAL, IN_SERVER_SPAN = "local", "in server span"
 
 OWN = "own"
-"""A mark in the result of `encode_parent`: the parent has no span id, because the request itself began the trace."""
+"""A mark in the result of `encode_parent` for a request that began its trace: there is no id of a parent."""
 
 
 def encode_parent(remote: RemoteParent | None) -> tuple[str, ...] | None:

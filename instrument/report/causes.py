@@ -442,8 +442,8 @@ def measure_resource_wait(
     """Return the time in ns for which threads waited longer than usual in an interval.
 
     A reading is the mean since the reading before. Its excess over the median reading may lie in any part of that time.
-    Therefore, the interval gets all of it, up to its own length. The result is that of the host or the process,
-    whichever waited longest. Return None without readings of the gauge.
+    Therefore, the interval gets all of an excess, up to its own length, but only its share of a negative one. The
+    result is that of the host or the process, whichever waited longest. Return None without readings of the gauge.
     """
     waits_ns = []
     for samples in gauges:
@@ -455,6 +455,8 @@ def measure_resource_wait(
         firsts = np.append([facts.start_ns], at_ns[:-1])
         meets = (firsts < end_ns) & (at_ns > begin_ns)
         if meets.any():
-            excess_ns = ((ratios - np.median(ratios)) * (at_ns - firsts))[meets].sum()
+            excess = ratios - np.median(ratios)
+            shared_ns = np.minimum(at_ns, end_ns) - np.maximum(firsts, begin_ns)
+            excess_ns = (excess * np.where(excess > 0, at_ns - firsts, shared_ns))[meets].sum()
             waits_ns.append(float(np.clip(excess_ns, 0, end_ns - begin_ns)))
     return max(waits_ns, default=None)

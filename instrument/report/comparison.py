@@ -55,7 +55,7 @@ NOTEWORTHY = 0.05
 """The minimum relative change of an endpoint's mean time for which the report names a cause."""
 
 MOSTLY = 0.5
-"""The minimum share of similar work that is needed to judge the effect of the load."""
+"""The share of work that must be alike on both sides for a judgement on the effect of the load."""
 
 CLEAR = 1.0
 """The largest `detectable_ratio` with which a call path counts as unchanged."""

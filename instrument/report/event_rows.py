@@ -80,8 +80,8 @@ class NameTree:
         return len(self.parents)
 
     def sum_entries(self, thread: int | None) -> tuple[Records, set[int]]:
-        """Return the sums for each entry, and the entries with device time from calls below them. `thread` is None for
-        all threads."""
+        """Return the sums for each entry, and the entries whose callees have device time. `thread` is None for all
+        threads."""
         sums = self._tally.sum_by_group(np.where(self._visible, self._entry_of, NONE), len(self), thread)
         if len(self._instances):  # the sums of an instance are also in the row of its type
             entries = np.concatenate([np.arange(len(self)), self.parents[self._instances]])

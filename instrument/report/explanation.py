@@ -1,4 +1,4 @@
-"""The explanation of a slow request: the causes of its excess, which is its time beyond that of similar requests.
+"""The explanation of a slow request: the causes of its excess over the time of similar requests.
 
 Similar requests have the same endpoint and similar work. Their typical time is the mean of the middle half. A cause
 accounts for the time that it took in this request, minus the time that it typically takes. For a window of time, the
@@ -48,8 +48,8 @@ from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 
 LEAST_BLOCKS, DEVIATIONS = 8, 4.0
-"""The minimum number of blocks of requests for an estimate of the usual spread. A mean time is usual up to `DEVIATIONS`
-standard deviations above the median."""
+"""The minimum number of blocks of requests for an estimate of the usual spread. Mean times of up to `DEVIATIONS`
+standard deviations above the median count as usual."""
 
 MOSTLY = 0.5
 """The minimum share of the excess for which a cause counts as the explanation."""

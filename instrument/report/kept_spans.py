@@ -47,7 +47,7 @@ MOST_SPANS = 200_000
 """The maximum number of spans in a page, about 1.5 MB."""
 
 TURNS_OF_A_BATCH = 3
-"""The room that one batch of a request takes in the page, as a number of spans."""
+"""The number of spans that take as much space in the page as one batch of a request."""
 
 TEXT_BYTES = 2_000_000
 """The maximum number of bytes for the attributes of all spans."""
@@ -283,8 +283,8 @@ class KeptSpans:
         }
 
     def _attribute_texts(self) -> dict[int, dict[str, str]]:
-        """Return attributes by span number in the page. Requests come first, because `TEXT_BYTES` limits the total
-        size."""
+        """Return the attributes of the page's spans by their numbers, up to `TEXT_BYTES` in all, those of requests
+        first."""
         trace, texts_by_span, room = self._trace, dict[int, dict[str, str]](), TEXT_BYTES
         is_listed = make_mask(self.listed.rows, len(trace))
         having = trace.attributes.rows()

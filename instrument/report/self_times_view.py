@@ -7,7 +7,7 @@ children on the same thread and task.
 - `ops`: a row for each function, layer or kind of copy
 - `classes`: a row for each type of layer, and for each class whose methods are recorded
 
-A top-level call is the topmost request of a call path or, outside of requests, its topmost span. All calls of all
+A top-level call is the topmost request of a call path. Outside of requests, it is the topmost span. All calls of all
 threads are counted.
 """
 

@@ -236,7 +236,7 @@ def has_listening_socket() -> bool:
 
 
 def _is_listening_socket(descriptor: int) -> bool:
-    """Return True for a listening socket. The descriptor is closed."""
+    """Return True for a listening socket. Close the descriptor."""
     try:
         opened = _socket.socket(fileno=descriptor)
     except OSError:  # a file

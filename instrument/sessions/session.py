@@ -1,7 +1,7 @@
 """The session, which records with a profile in a process from `start` to `stop`, across forks and signals.
 
 A process has at most one session. `stop` undoes all changes to the process. The parts of a session are in other
-modules: `recorded` records, `exporting` sends spans, `files` writes files, and `leaving` ends the session.
+modules: `recorded` records, `exporting` sends spans, `window_files` writes files, and `leaving` ends the session.
 `published_facts` describes the session to other processes.
 """
 

@@ -181,7 +181,7 @@ class Stretch(NamedTuple):
 
     @property
     def held_from_ns(self) -> int:
-        """The time from which on the interval is complete. It is 0 if the whole interval is complete."""
+        """The time from which the interval is complete. It is 0 if the whole interval is complete."""
         return self.snapshot.find_complete_from(self.start_ns, self.end_ns)
 
     def has_span_since(self, at_ns: int) -> bool:

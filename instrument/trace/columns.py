@@ -248,9 +248,15 @@ class Columns:
         if not len(self.own_id):
             object.__setattr__(self, "own_id", self.span_id)
         _check_columns(self)
+        # Python 3.10 and 3.11 have one lock for all of a cached property's values, which a fork may catch.
+        parent = self._find_parents()
+        vars(self).update(parent=parent, level=count_ancestors(parent))
 
     @cached_property
     def parent(self) -> Int32s:
+        return self._find_parents()
+
+    def _find_parents(self) -> Int32s:
         parent = find_rows(self.span_id, self.parent_id)
         parent[self.parent_id == 0] = NONE
         return parent
@@ -378,7 +384,6 @@ def _check_columns(trace: Columns) -> None:
     is_ordered = (trace.span_id[1:] > trace.span_id[:-1]).all()
     if not is_ordered and (find_rows(trace.span_id, trace.span_id) != np.arange(count)).any():
         raise ValueError("two spans in it have one id; it is damaged")
-    trace.level  # noqa: B018 - it raises an error for cyclic parents
 
 
 def are_in_range(column: NDArray[Any], first: int, end: int) -> bool:

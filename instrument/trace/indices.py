@@ -1,4 +1,4 @@
-"""Computes with row numbers: the groups of rows, the ids of rows, and trees stored as a column of parent rows."""
+"""Functions of row numbers: groups of rows, rows by id, and trees that are stored as a column of parent rows."""
 
 from __future__ import annotations
 

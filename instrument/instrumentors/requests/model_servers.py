@@ -5,7 +5,7 @@
 - mosec: a batch is a span from its arrival at a worker to its answers. A request is a span from its arrival at the
   first stage to the answer of the last stage.
 - BentoML: an adaptive batch is a span, and each of its requests gets a key.
-- Ray Serve: a request is a span from a replica's call of the deployment to the last answer.
+- Ray Serve: a request is a span from the call of a deployment in its replica to the end of the answer.
 """
 
 from __future__ import annotations
