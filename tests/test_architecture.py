@@ -342,23 +342,23 @@ SOURCES = {".py", ".pyi", ".c", ".h", ".js", ".css", ".html"}
 LINES_AND_FILES = {
     "": (321, 4),
     "agent": (4_205, 16),
-    "chrome": (3_411, 10),
+    "chrome": (3_414, 10),
     "cli": (2_893, 15),
     "compat": (1_187, 6),
     "device": (3_427, 10),
     "docs": (0, 0),
     "fleet": (147, 1),
-    "instrumentors": (11_220, 38),
+    "instrumentors": (11_219, 38),
     "native": (8_548, 27),
     "otlp": (5_095, 18),
     "profile": (2_537, 8),
     "proposal": (1_244, 4),
-    "recorder": (2_489, 9),
+    "recorder": (2_490, 9),
     "recording": (3_735, 13),
-    "report": (13_007, 37),
+    "report": (13_009, 37),
     "runtime": (2_648, 13),
     "sessions": (6_024, 19),
-    "trace": (9_582, 28),
+    "trace": (9_587, 28),
 }
 """The most lines and files of sources in each folder. A change lowers these, or its commit names what its lines buy."""
 
