@@ -389,8 +389,8 @@ def _find_decorated_class(raw: Any, module: str, qualname: str) -> type[Any] | N
 def _find_decorated_object(
     raw: Any, module: str, qualname: str, kind: type[Any] = FunctionType
 ) -> tuple[Any, Put | None]:
-    """Find a function or class inside the object of a framework's decorator. Also return a function that replaces the
-    function or class (None if impossible)."""
+    """Find the function or class inside the object that a framework's decorator has made. Also return a function that
+    replaces it there (None if impossible)."""
     visited, near = {id(raw)}, Kept([raw])
     function: Any = None
     for thing in near:

@@ -118,7 +118,7 @@ class Metrics:
             return cast("dict[str, Any]", msgspec.to_builtins(state, enc_hook=int))
 
     def restore_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from the state of another exporter. Raises an error in `export_checkpoint.DAMAGED` for a malformed
+        """Continue from the state of another exporter. Raises one of `export_checkpoint.DAMAGED` for a malformed
         state."""
         before = msgspec.convert(state, _State, strict=False)
         with self._lock:

@@ -65,8 +65,8 @@ LOADING_NS = 50_000_000
 """The minimum total time in ns per process for a rule on a loading function."""
 
 REPEATS_REQUEST, REPEATS_OWN = 0.9, 0.2
-"""The minimum total time and the maximum self time of a function that only wraps requests, as shares of the requests'
-time."""
+"""The least total time and the largest self time by which a function counts as a wrapper of requests, as shares of the
+requests' time."""
 
 RULES = 12
 """The maximum number of rules for functions, except those for loading, requests, steps, keys and batches."""

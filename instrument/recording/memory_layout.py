@@ -386,7 +386,7 @@ Row = tuple[int, int, int, int, int, int, int, int, int, "str | None", "dict[Any
 time, error and attributes.
 
 The self time is the active time minus the time of the children. An active time of -1 means the total time. The recorder
-has subtracted the span's own waits from the time of the children, so the self time includes the waits.
+has subtracted the span's own waits from the children's time. The self time therefore includes the waits.
 """
 
 ROW_NODE: Final = 0
@@ -408,7 +408,7 @@ PACKED_ROW = ROW.make_struct()
 details."""
 
 STREAM = object()
-"""The key of a private attribute of the recorder: the device stream to time, or a `Work`."""
+"""The key of a private attribute of the recorder. Its value is the device stream to time, or a `Work`."""
 
 
 def unpack_rows(data: bytes) -> Iterator[Row]:

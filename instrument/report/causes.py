@@ -157,8 +157,8 @@ class CauseTimes:
         return rows[2 * served_ns <= trace.total_ns[rows]]
 
     def _subtract_separate_causes(self) -> None:
-        """Subtract garbage collections, first calls, and device work for spans outside of steps from the excess time of
-        engine steps."""
+        """Reduce the excess time of engine steps by garbage collections, first calls, and device work outside of
+        steps."""
         trace, costs = self.trace, self.costs
         excess_ns = costs.excess_ns.copy()
         processes = self._find_process_numbers(trace.thread_id[costs.rows])

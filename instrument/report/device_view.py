@@ -1,6 +1,6 @@
 """The `device` view: all gauges, and the use of each GPU in the window, by stream, by name and within requests.
 
-In shares of time, parallel work counts once. In times by name, parallel work of several calls counts for each call.
+In shares of time, parallel work counts once. The times of each name count parallel work once per call.
 """
 
 from __future__ import annotations

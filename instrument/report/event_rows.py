@@ -26,7 +26,7 @@ from instrument.trace.indices import NONE, Members, find_ancestor, find_least_at
 
 ENDPOINTS = {"h2d": ":CPU->GPU", "d2h": ":GPU->CPU", "d2d": "(same_gpu):GPU->GPU", "p2p": ":GPU->GPU"}
 INSTANTIATED = ("op", "layer")
-"""The kinds of span that have a row for each instance with the tracer option `AllOpDetail`."""
+"""The kinds of span that have a row for each instance if the tracer option is `AllOpDetail`."""
 
 TIMES = {"All": "elapsed_ns", "CPU": "total_ns", "GPU": "device_ns"}
 """The tally field that the Total column shows, for each value of the option `state`."""
@@ -109,7 +109,7 @@ class NameTree:
     def compute_sort_values(
         self, sums: Records, field: str, *, per_call: bool = False, least: bool = False
     ) -> tuple[NDArray[Any], Bools]:
-        """Return the value of a field for each entry, and a mask of the entries with calls at or below them.
+        """Return the value of a field for each entry, and a mask of the entries that have calls or whose callees have.
 
         - `per_call`: divide values by the number of calls
         - `least`: an entry without calls gets the smallest value below it; by default, the largest

@@ -48,8 +48,8 @@ from instrument.report.view import Options, Recording
 from instrument.trace.columns import Int64s
 
 LEAST_BLOCKS, DEVIATIONS = 8, 4.0
-"""The minimum number of blocks of requests for an estimate of the usual spread. Mean times of up to `DEVIATIONS`
-standard deviations above the median count as usual."""
+"""The minimum number of blocks of requests for an estimate of the usual spread. A mean time is usual if it is at
+most `DEVIATIONS` standard deviations above the median."""
 
 MOSTLY = 0.5
 """The minimum share of the excess for which a cause counts as the explanation."""

@@ -1,4 +1,4 @@
-"""Functions of row numbers: groups of rows, rows by id, and trees that are stored as a column of parent rows."""
+"""Groups rows, finds rows by id, and walks trees that are stored as a column of parent rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Record the requests and batches of model servers with worker processes: LitServe, mosec, BentoML and Ray Serve.
 
 - LitServe: requests are recorded by the ASGI app. Each call of `decode_request`, `predict` or `encode_response` in a
-  worker is a batch of all unanswered requests. Calls in asynchronous loops are not recorded.
+  worker is recorded as a batch of all unanswered requests. Calls in asynchronous loops are not recorded.
 - mosec: a batch is a span from its arrival at a worker to its answers. A request is a span from its arrival at the
   first stage to the answer of the last stage.
 - BentoML: an adaptive batch is a span, and each of its requests gets a key.
