@@ -15,8 +15,9 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -117,7 +118,7 @@ def receiver() -> Iterator[Receiver]:
         if "CI" in os.environ:
             pytest.fail(f"{PROGRAM} is not installed; CI needs it (pip install {PROGRAM})")
         pytest.skip(f"{PROGRAM} is not installed (pip install {PROGRAM})")
-    port, http_port, grpc_port = _free_ports(3)
+    port, http_port, grpc_port = free_port(), free_port(), free_port()
     found = Receiver(http_port, grpc_port)
     command = [program, "--host", "127.0.0.1", "-p", str(port), "--web-ui-port", "0"]
     command += ["--otlp-http-port", str(found.http_port), "--otlp-grpc-port", str(found.grpc_port)]
@@ -144,18 +145,20 @@ def read_until(read: Callable[[], T], is_whole: Callable[[T], bool]) -> T:
     return found
 
 
+_PORTS = (
+    21_000 + 600 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) + number
+    for number in cycle(range(600))
+)
+"""Ports that the system gives to nobody who asks for any port, 600 for each process of the tests."""
+
+
 def free_port() -> int:
-    """A port that nobody listens on right now."""
-    return _free_ports(1)[0]
-
-
-def _free_ports(count: int) -> list[int]:
-    """Return that number of different ports: a port that was closed may be the next one that the system gives."""
-    with ExitStack() as held:
-        probes = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+    """Return a port that nobody listens on. It remains free until the caller listens on it."""
+    while True:
+        port = next(_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _program() -> str | None:

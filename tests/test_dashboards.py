@@ -21,6 +21,7 @@ from urllib.parse import urlencode
 from urllib.request import urlopen
 
 import pytest
+from otlp_receiver import free_port
 from test_gauges import FULL, library
 
 from instrument.otlp.exposition import make_metric_name
@@ -75,12 +76,6 @@ def test_each_metric_of_a_panel_or_an_alert_is_one_that_we_export() -> None:
 
 
 # -------------------------------------------------------------------- the real Prometheus
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def until(is_so: Callable[[], Any], limit_s: float = 120) -> Any:

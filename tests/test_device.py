@@ -979,7 +979,7 @@ def test_any_timeline_equals_a_sweep(
             any(other != lane and begin < end_ns and end > start_ns for other, begin, end, _ in true.values())
             and start_ns < end_ns
         )
-        bound = end_ns - closed_ns < found.uncertainty_ns + LAUNCH_NS
+        bound = found.end_ns - closed_ns < found.uncertainty_ns + LAUNCH_NS
         assert found.label == ("overlapped" if shares else "launch-bound" if bound else "exclusive")
     device_ns = {index: device for index, _, device, _ in bench.totals.counted}
     for span_id, (_, start_ns, end_ns, closed_ns) in true.items():

@@ -122,7 +122,8 @@ def assert_compute_is_timed(served: Served) -> Columns:
     worker's process.
     """
     trace = served.trace
-    assert Counter(trace.device.labels[label] for label in trace.device.label) == {"exclusive": len(trace.device.row)}
+    # A call whose thread was late is launch-bound.
+    assert {trace.device.labels[label] for label in trace.device.label} <= {"exclusive", "launch-bound"}
     assert {trace.sites[trace.site[row]].name for row in trace.device.row} == {"compute"}
     assert len(trace.device.row) == served.names()["compute"] - 1
     assert "Device 0: busy" in served.output

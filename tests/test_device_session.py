@@ -567,7 +567,7 @@ fake.reset(virtual=False)
 torch = sys.modules["torch"] = fake_torch(fake)
 running = instrument.start(loads("limits: {ring: 1MiB, ring_dir: ./rings}\\ndevice: {host: 100ms}"))
 torch.cuda.init()
-torch.work(200_000_000)
+torch.work(2_000_000_000)
 with instrument.scope("request", kind="request"):
     for number in range(3):
         with instrument.scope("decode", device=True):

@@ -243,14 +243,17 @@ def test_layers_whose_tensors_are_gone_work_where_they_last_were() -> None:
 
 @pytest.fixture
 def torch(fake_driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A torch with two devices in real time, each with a context, device 0 current."""
+    """A torch with two devices in real time, each with a context, device 0 current.
+
+    Each device is busy at first, so that what is measured begins after its launch, however late the thread is.
+    """
     fake_driver.reset(virtual=False)
     made = fake_torch(fake_driver)
     made.Tensor, made.nn = Tensor, SimpleNamespace(Module=Module)
     monkeypatch.setitem(sys.modules, "torch", made)
     for device in (1, 0):
         made.cuda.set_device(device)
-        made.work(0)
+        made.work(300 * MS)
     yield made
     instrument.stop()
     assert fake_driver.synchronised() == 0
@@ -369,6 +372,8 @@ def test_a_stream_that_is_named_wins(torch: Any) -> None:
     running = instrument.start(loads(""))
     assert running is not None
     side = torch.cuda.Stream(1)
+    with torch.cuda.stream(side):
+        torch.work(300 * MS)
     with instrument.scope("named", stream=side), torch.cuda.stream(side):
         torch.work(30 * MS)
     assert lengths(settled(running), "named") == {1: [30]}

@@ -225,7 +225,7 @@ def test_many_samples_go_in_several_requests_and_all_arrive(collector: Receiver)
 
 
 def test_samples_are_gathered_and_sent_in_time_without_any_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_queue, "DELAY_NS", 10**8)
+    monkeypatch.setattr(metrics_queue, "DELAY_NS", 10**9)
     with collecting(take) as server, exporting(server.settings) as exporter:
         metrics_of(exporter).offer_samples([sample("power", 1.0)], [GPU])
         metrics_of(exporter).offer_samples([sample("power", 2.0)], [GPU])
@@ -447,7 +447,7 @@ def test_metrics_of_a_process_that_a_collector_does_not_take_do_not_stop_those_o
         )
         for source in (refused, sound):
             exporter.add_metrics(source)
-        for _ in range(50):
+        for _ in range(1_200):
             tell()
             exporter.send_soon()
             time.sleep(0.05)

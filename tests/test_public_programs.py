@@ -31,6 +31,7 @@ from typing import Any
 
 import pytest
 from otlp_collectors import collecting, take
+from otlp_receiver import free_port
 from trees import outline, tree_of
 
 from instrument import chrome
@@ -431,13 +432,6 @@ def test_a_sentence_encoder_gives_the_same_embeddings_bit_for_bit(folder: Path, 
 # ---------------------------------------------------------------- servers
 
 
-def _free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
-
-
 class Server:
     """A server program that has been started: what a client can do with it."""
 
@@ -476,7 +470,7 @@ def serve(
 
 def serve_words(words: Sequence[str], use: Callable[[Server], list[Any]], stop: signal.Signals) -> Ended:
     """The same of a whole command line."""
-    port = _free_port()
+    port = free_port()
     words = [word.format(port=port) for word in words]
     with Path("out").open("wb") as out, Path("err").open("wb") as err:
         process = subprocess.Popen(words, stdout=out, stderr=err, start_new_session=True)

@@ -22,6 +22,7 @@ from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
 import pytest
+from otlp_receiver import free_port
 
 pytest.importorskip("prometheus_client")
 
@@ -134,11 +135,6 @@ def do(service: subprocess.Popen[str], line: str) -> None:
     service.stdin.write(f"{line}\n")
     service.stdin.flush()
     assert service.stdout.readline() == f"{line.split()[0]}\n", service.communicate()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def values(text: str, name: str) -> dict[str, float]:
