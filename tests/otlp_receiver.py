@@ -145,10 +145,8 @@ def read_until(read: Callable[[], T], is_whole: Callable[[T], bool]) -> T:
     return found
 
 
-_PORTS = (
-    21_000 + 600 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) + number
-    for number in cycle(range(600))
-)
+_FIRST_PORT = 21_000 + 600 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_PORTS = cycle(range(_FIRST_PORT, _FIRST_PORT + 600))
 """Ports that the system gives to nobody who asks for any port, 600 for each process of the tests."""
 
 
