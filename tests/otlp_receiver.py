@@ -151,7 +151,7 @@ _PORTS = cycle(range(_FIRST_PORT, _FIRST_PORT + 600))
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on. It remains free until the caller listens on it."""
+    """Return a port that nobody listens on now."""
     while True:
         port = next(_PORTS)
         with socket.socket() as probe, suppress(OSError):

@@ -109,7 +109,7 @@ class NameTree:
     def compute_sort_values(
         self, sums: Records, field: str, *, per_call: bool = False, least: bool = False
     ) -> tuple[NDArray[Any], Bools]:
-        """Return the value of a field for each entry, and a mask of the entries that have calls or whose callees have.
+        """Return the value of a field for each entry, and a mask of the entries with calls of their own or of callees.
 
         - `per_call`: divide values by the number of calls
         - `least`: an entry without calls gets the smallest value below it; by default, the largest

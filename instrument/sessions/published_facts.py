@@ -40,7 +40,7 @@ COST_FACTOR = 20
 """The minimum pause before a costly value is written again, as a multiple of the duration of its last write."""
 
 VERDICTS_PAUSE_NS = 10_000_000_000
-"""Nanoseconds between two writes of what each rule has found. After a slow write, the pause is longer."""
+"""The maximum pause in ns between two writes of what each rule has found. After a slow write, it is longer."""
 
 MOST_NOTES, NOTE_LENGTH, MOST_MARKS = 50, 500, 200
 """The maximum numbers of published notes, of characters per note, and of names of targets and rules."""
